@@ -1,0 +1,81 @@
+"""Local branches: what a mechanism adds from the values near each token.
+
+Each takes the values `(batch, heads, keys, value_dim)` and returns them at the queries. Prefix tokens have no place on
+the grid: branches over the grid add nothing to them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linvit.attention.grid import TokenGrid
+from linvit.attention.mechanism import Call, Size, run
+from linvit.errors import LinvitError
+
+
+def values_at_queries(v: Tensor, call: Call) -> Tensor:
+    """v at the queries' positions. Inferred, for hosts that pool: queries that are every s-th token take those
+    tokens' values; where keys are pooled, v's picture is resized bilinearly. Prefix tokens pass through."""
+    grid, key_grid = call.grid, call.key_grid
+    if grid == key_grid:
+        return v
+    if grid.prefix != key_grid.prefix:
+        raise LinvitError(f"queries have {grid.prefix} prefix tokens and keys {key_grid.prefix}: cannot line them up")
+    prefix, patches = key_grid.split(v)
+    rows, columns = -(-key_grid.height // grid.height), -(-key_grid.width // grid.width)
+    picture = key_grid.to_map(patches)
+    strided = (-(-key_grid.height // rows), -(-key_grid.width // columns))
+    if strided == (grid.height, grid.width):
+        picture = picture[:, :, ::rows, ::columns]
+    else:
+        picture = F.interpolate(picture, (grid.height, grid.width), mode="bilinear", align_corners=False)
+    return torch.cat((prefix, grid.from_map(picture, v.shape[1])), dim=2)
+
+
+class TokenConv(nn.Module):
+    """A 1-D convolution along the raster order, all tokens included: one filter per head, shared by its channels."""
+
+    def __init__(self, heads: int, kernel_size: int) -> None:
+        super().__init__()
+        self.kernel_size = kernel_size
+        self.conv = nn.Conv2d(heads, heads, (kernel_size, 1), padding=(kernel_size // 2, 0), groups=heads, bias=False)
+
+    def forward(self, v: Tensor) -> Tensor:
+        return run(self.conv, v)
+
+    def macs(self, size: Size) -> int:
+        return size.batch * size.heads * size.queries * size.value_dim * self.kernel_size
+
+
+class GridConv(nn.Module):
+    """A depthwise convolution over the patch grid. With `heads` the filters are shared by that many heads."""
+
+    def __init__(self, channels: int, kernel_size: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.kernel_size = kernel_size
+        self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=bias)
+
+    def forward(self, v: Tensor, grid: TokenGrid) -> Tensor:
+        batch, heads, _, width = v.shape
+        prefix, patches = grid.split(v)
+        picture = grid.to_map(patches)
+        channels = self.conv.in_channels
+        local = run(self.conv, picture.reshape(-1, channels, grid.height, grid.width))
+        local = grid.from_map(local.reshape(batch, heads * width, grid.height, grid.width), heads)
+        return torch.cat((torch.zeros_like(prefix), local), dim=2) if grid.prefix else local
+
+    def macs(self, size: Size) -> int:
+        return size.batch * size.heads * size.grid.patches * size.value_dim * self.kernel_size**2
+
+
+class NormShortcut(nn.Module):
+    """QT-ViT's non-linear shortcut GELU(BatchNorm(v)), the norm shared by the heads."""
+
+    def __init__(self, value_dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(value_dim)
+
+    def forward(self, v: Tensor) -> Tensor:
+        return F.gelu(run(self.norm, v.reshape(-1, v.shape[-1]))).reshape(v.shape)

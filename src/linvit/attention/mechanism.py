@@ -1,0 +1,295 @@
+"""The contract of a mechanism: how tokens talk, `(q, k, v) -> out`.
+
+A mechanism is an `nn.Module`. The base class checks the arguments, lifts half precision to float32, keeps autocast
+outside, and leaves three things to a subclass: `core` (what is linear in v), `implied_map` (the N×N matrix that core
+multiplies v with) and `macs`. `finish` adds an output norm, a gate or a local branch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from linvit.attention.grid import TokenGrid
+from linvit.errors import LinvitError, unknown
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a mechanism can do. The registry-wide tests check every field, also that what is denied is refused."""
+
+    linear: bool = True  # time and memory grow linearly with the tokens
+    normalised: bool = True  # the output keeps the scale of v however many tokens there are
+    any_tokens: bool = True  # serves any number of tokens, not only the one it was built for
+    unequal: bool = True  # queries and keys may differ in number (pooled keys, subsampled queries)
+    wide_values: bool = True  # v may have another width than k
+    key_mask: bool = True  # a boolean key mask drops padded tokens
+    prefix: bool = True  # class and register tokens may come first
+    bias: bool = False  # an additive bias on the logits (relative position, shift mask)
+    grid: bool = False  # needs to know the token grid
+    input: bool = False  # needs the block's input `x` beside q, k and v
+    map: bool = True  # has an implied N×N map
+    equivariant: bool = True  # permuting the tokens permutes the output
+    value: bool = True  # reads v at all
+    between: bool = False  # adds a block-level step between attention and MLP
+
+    def words(self) -> list[str]:
+        """The capabilities that hold, by name."""
+        return [f.name for f in fields(self) if getattr(self, f.name)]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a mechanism is built for. A mechanism without parameters needs none of it."""
+
+    heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    dim: int | None = None  # channels of the block's input
+    grid: TokenGrid | None = None
+
+    @property
+    def values(self) -> int:
+        return self.value_dim or self.head_dim or 0
+
+    @property
+    def channels(self) -> int:
+        """Channels of the block's input; heads × head_dim unless told otherwise."""
+        return self.dim or (self.heads or 0) * (self.head_dim or 0)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of one call, for counting."""
+
+    batch: int
+    heads: int
+    head_dim: int
+    value_dim: int
+    grid: TokenGrid
+    key_grid: TokenGrid
+
+    @property
+    def queries(self) -> int:
+        return self.grid.tokens
+
+    @property
+    def keys(self) -> int:
+        return self.key_grid.tokens
+
+
+@dataclass(frozen=True)
+class Call:
+    """What comes along with q, k and v in one call."""
+
+    grid: TokenGrid
+    key_grid: TokenGrid
+    mask: Tensor | None = None  # (batch, keys), true for the keys that take part
+    bias: Tensor | None = None
+    x: Tensor | None = None
+
+    def keep(self, per_key: Tensor, fill: float = 0.0) -> Tensor:
+        """`per_key`, `(batch, heads, keys, …)`, with the masked keys filled."""
+        if self.mask is None:
+            return per_key
+        mask = self.mask[:, None, :, None]
+        return torch.where(mask, per_key, torch.full((), fill, dtype=per_key.dtype, device=per_key.device))
+
+    @property
+    def keys(self) -> int | Tensor:
+        """How many keys take part: a number, or `(batch, 1, 1, 1)` under a mask."""
+        if self.mask is None:
+            return self.key_grid.tokens
+        return self.mask.sum(-1)[:, None, None, None]
+
+
+class Mechanism(nn.Module):
+    """Base of every mechanism; see the module's docstring. `name` and `paper` are set by `register`."""
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    variants: ClassVar[tuple[str, ...]] = ()  # the first is the default
+    needs: ClassVar[tuple[str, ...]] = ()  # fields of Shape that must be given
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets the registry-wide tests run over
+    capabilities: Capabilities = Capabilities()
+
+    def __init__(self, shape: Shape, *, variant: str | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.built_for: set[str] = set()
+        self.require(*self.needs)
+        if variant is not None and not self.variants:
+            raise LinvitError(f"{self.name} has no variants, got variant='{variant}'")
+        if variant is not None and variant not in self.variants:
+            raise unknown(f"variant of {self.name}", variant, self.variants)
+        self.variant = variant or (self.variants[0] if self.variants else "")
+        self.impl = "auto"
+
+    def require(self, *needed: str) -> None:
+        """Insist on fields of the shape; calls are then checked against them. For options that bring parameters."""
+        missing = [field for field in needed if getattr(self.shape, field) is None]
+        if missing:
+            raise LinvitError(f"{self.name} has parameters: give {', '.join(f'{m}=' for m in missing)}")
+        self.built_for.update(needed)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The plain PyTorch reference of the part that is linear in v, in float32 or float64."""
+        raise NotImplementedError
+
+    def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Output norm, gate and local branch, if any."""
+        return out
+
+    def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        """`(batch, heads', queries, keys)`: what core multiplies v with, channels regrouped into heads'."""
+        raise LinvitError(f"{self.name} mixes channels, not tokens: it has no map")
+
+    def macs(self, size: Size) -> int:
+        """Exact multiply-accumulates of one call of the reference, local branch included."""
+        raise NotImplementedError
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        """A faster way to the same output, or None where there is none. Not tried when impl is 'reference'."""
+        return None
+
+    def after_projection(self, out: Tensor, q: Tensor) -> Tensor:
+        """Hosts call this on the projected output `(batch, tokens, channels)`."""
+        return out
+
+    def between(self, x: Tensor, grid: TokenGrid) -> Tensor:
+        """Blocks call this on the residual stream between attention and MLP when `capabilities.between`."""
+        return x
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid | None = None,
+        *,
+        key_grid: TokenGrid | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """Attend: q, k, v are `(batch, heads, tokens, head_dim)` in any strides, the output like v at q's tokens."""
+        call = self._check(q, k, v, grid, key_grid, mask, bias, x)
+        with outside_autocast(q.device):
+            if self.impl != "reference":
+                out = self.fused(q, k, v, call)
+                if out is not None:
+                    return out
+            dtype = v.dtype
+            q, k, v = (lift(t) for t in (q, k, v))
+            out = self.core(q, k, v, call)
+            return self.finish(out, q, k, v, call).to(dtype)
+
+    def map(
+        self,
+        q: Tensor,
+        k: Tensor,
+        grid: TokenGrid | None = None,
+        *,
+        key_grid: TokenGrid | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The implied map of the linear core, before any output norm and local branch: for pictures and tests."""
+        call = self._check(q, k, None, grid, key_grid, mask, bias, None)
+        with outside_autocast(q.device):
+            return self.implied_map(lift(q), lift(k), call)
+
+    def _check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        grid: TokenGrid | None,
+        key_grid: TokenGrid | None,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        x: Tensor | None,
+    ) -> Call:
+        can = self.capabilities
+        for_map, v = v is None, k if v is None else v
+        for letter, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.ndim != 4:
+                raise LinvitError(f"{letter} must be (batch, heads, tokens, head_dim), got shape {tuple(tensor.shape)}")
+        if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+            shapes = ", ".join(f"{letter} {tuple(t.shape)}" for letter, t in (("q", q), ("k", k), ("v", v)))
+            raise LinvitError(f"q, k and v do not fit together: {shapes}")
+        queries, keys = q.shape[2], k.shape[2]
+        if grid is None:
+            if can.grid:
+                raise LinvitError(f"{self.name} looks at the token grid: give grid=TokenGrid(height, width, prefix)")
+            grid = TokenGrid.line(queries)
+        if grid.tokens != queries:
+            raise LinvitError(f"the grid {grid} has {grid.tokens} tokens but q has {queries}")
+        if key_grid is None:
+            if keys == queries:
+                key_grid = grid
+            elif can.grid and can.unequal:
+                raise LinvitError(f"{keys} keys for {queries} queries: {self.name} needs key_grid=TokenGrid(…) as well")
+            else:
+                key_grid = TokenGrid.line(keys)
+        if key_grid.tokens != keys:
+            raise LinvitError(f"the key grid {key_grid} has {key_grid.tokens} tokens but k has {keys}")
+        if keys != queries and not can.unequal:
+            raise LinvitError(f"{self.name} needs as many keys as queries, got {keys} and {queries}")
+        if v.shape[3] != k.shape[3] and not can.wide_values:
+            raise LinvitError(f"{self.name} needs v as wide as k, got {v.shape[3]} and {k.shape[3]}")
+        if grid.prefix and not can.prefix:
+            raise LinvitError(f"{self.name} has no place for prefix tokens, the grid has {grid.prefix}")
+        for field, given in (("heads", q.shape[1]), ("head_dim", q.shape[3])):
+            if field in self.built_for and getattr(self.shape, field) != given:
+                raise LinvitError(f"{self.name} was built for {field}={getattr(self.shape, field)}, got {given}")
+        if not can.any_tokens and self.shape.grid is not None and keys != self.shape.grid.tokens:
+            raise LinvitError(
+                f"{self.name} is fixed to the {self.shape.grid.tokens} tokens it was built for, got {keys}; "
+                f"build another with grid=TokenGrid(…)"
+            )
+        if mask is not None:
+            if not can.key_mask:
+                raise LinvitError(f"{self.name} cannot honour a key mask")
+            if mask.dtype != torch.bool or mask.shape != (q.shape[0], keys):
+                raise LinvitError(
+                    f"the key mask must be boolean (batch, keys) = ({q.shape[0]}, {keys}), true for keys to use; "
+                    f"got {mask.dtype} {tuple(mask.shape)}"
+                )
+        if bias is not None and not can.bias:
+            raise LinvitError(f"{self.name} cannot honour a bias on the logits")
+        if can.input and x is None and not for_map:
+            raise LinvitError(f"{self.name} reads the block's input: give x=(batch, tokens, channels)")
+        return Call(grid, key_grid, mask, bias, x)
+
+
+def lift(x: Tensor) -> Tensor:
+    """Half precision to float32; float32 and float64 as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast does not reach inside: sums over tokens overflow in half precision."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def run(module: nn.Module, x: Tensor) -> Tensor:
+    """A submodule with parameters on lifted `x`: in the parameters' own dtype, the result back in x's."""
+    dtype = next(module.parameters()).dtype
+    return module(x.to(dtype)).to(x.dtype)
+
+
+def regroup(x: Tensor, heads: int) -> Tensor:
+    """The same channels in another number of heads: `(batch, h, tokens, d)` to `(batch, heads, tokens, h·d/heads)`."""
+    batch, _, tokens, _ = x.shape
+    return x.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
+
+
+def matmul_macs(batch: int, rows: int, inner: int, columns: int) -> int:
+    return batch * rows * inner * columns

@@ -1,0 +1,142 @@
+"""Taylor expansions of the softmax kernel exp(q·k/√d).
+
+First order (`taylor`, ViTALiTy): 1 + q·k̂/√d with keys centred over the tokens, which makes the row sum N exactly.
+
+Second order (`qt`, QT-ViT): exp(x) ≈ 1 + x + x²/2 = ((x + 1)² + 1)/2 is an inner product of Kronecker squares; keeping
+only the squares brings its d² features down to d. Paper and released code differ, so there are three variants:
+
+    released  ⟨q²/‖q²‖, k²/‖k²‖⟩ + s²                     the code's, and QT-ViT's accuracy; s learned, starts at 1
+    exact     ((q·k/√d + 1)² + 1)/2                        (d + 1)² + 1 features
+    compact   α²·Σ q²k² + β²·2/√d·q·k + γ²                 the paper's eq. 11; α, γ learned, β fixed at 0
+
+The default is the released form. α = d^-½ and γ = √2 start compact at the exact expansion's terms (inferred).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linvit.attention.grid import TokenGrid
+from linvit.attention.linear import LinearAttention
+from linvit.attention.local import NormShortcut, values_at_queries
+from linvit.attention.mechanism import Call, Shape
+from linvit.attention.normalisers import Constant, RowSum, Unnormalised
+from linvit.attention.registry import register
+from linvit.errors import LinvitError
+
+
+@register("taylor", paper="ViTALiTy")
+class Taylor(LinearAttention):
+    """First-order Taylor attention: `out = (Σ v + q · (k̂ᵀ · v)/√d) / N`.
+
+    `paper` (default) centres the keys over the tokens and divides by the row sum, which is then N. `released` is what
+    ViTALiTy's repository computes: keys centred over their channels, no denominator, so its output grows with N.
+    """
+
+    variants = ("paper", "released")
+
+    def __init__(self, shape: Shape, *, variant: str | None = None) -> None:
+        super().__init__(shape, variant=variant)
+        paper = self.variant == "paper"
+        self.normaliser = Constant(lambda keys, head_dim: 1 / keys) if paper else Unnormalised()
+        self.capabilities = replace(self.capabilities, normalised=paper)
+
+    def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if self.variant == "paper":
+            k = k - call.keep(k).sum(-2, keepdim=True) / call.keys
+        else:
+            k = k - k.mean(-1, keepdim=True)
+        return F.pad(q * q.shape[-1] ** -0.5, (0, 1), value=1.0), F.pad(k, (0, 1), value=1.0)
+
+    def width(self, head_dim: int) -> int:
+        return head_dim + 1
+
+
+@register("qt", paper="QT-ViT")
+class QuadraticTaylor(LinearAttention):
+    """QT-ViT's quadratic Taylor attention with its optional position on keys and BatchNorm + GELU shortcut."""
+
+    variants = ("released", "exact", "compact")
+    examples = ({}, {"beta": 1.0, "variant": "compact"}, {"shortcut": True}, {"position": True, "shortcut": True})
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        variant: str | None = None,
+        position: bool = False,
+        shortcut: bool = False,
+        beta: float = 0.0,
+        eps: float = 1e-15,
+    ) -> None:
+        super().__init__(shape, variant=variant)
+        if beta and self.variant != "compact":
+            raise LinvitError("beta belongs to variant='compact' of qt")
+        self.beta, self.eps = beta, eps
+        self.normaliser = RowSum(eps)
+        if self.variant == "released":
+            self.scale = nn.Parameter(torch.ones(()))
+        if self.variant == "compact":
+            self.require("head_dim")
+            self.alpha = nn.Parameter(torch.tensor((shape.head_dim or 1) ** -0.5))
+            self.gamma = nn.Parameter(torch.tensor(2.0**0.5))
+        self.shortcut = self.position = None
+        if shortcut:
+            self.require("heads", "head_dim")
+            self.shortcut = NormShortcut(shape.values)
+        if position:
+            self.require("heads", "head_dim", "grid")
+            self.position = KeyPosition(shape)
+        self.capabilities = replace(self.capabilities, grid=position, equivariant=not position)
+
+    def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if self.position is not None:
+            k = k + self.position(call.key_grid).to(k.dtype)
+        return self.expand(q), self.expand(k)
+
+    def expand(self, x: Tensor) -> Tensor:
+        head_dim = x.shape[-1]
+        if self.variant == "exact":
+            x = F.pad(x * head_dim**-0.25, (0, 1), value=1.0)
+            squares = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
+            return F.pad(squares * 0.5**0.5, (0, 1), value=0.5**0.5)
+        if self.variant == "compact":
+            parts = [self.alpha.to(x.dtype) * x**2]
+            if self.beta:
+                parts.append(self.beta * (4 / head_dim) ** 0.25 * x)
+            parts.append(self.gamma.to(x.dtype).expand(*x.shape[:-1], 1))
+            return torch.cat(parts, dim=-1)
+        x = x / (x.norm(dim=-1, keepdim=True) + self.eps)  # cancels below, keeps the squares in range
+        x = x**2
+        x = x / (x.norm(dim=-1, keepdim=True) + self.eps)
+        return torch.cat((x, self.scale.to(x.dtype).expand(*x.shape[:-1], 1)), dim=-1)
+
+    def width(self, head_dim: int) -> int:
+        if self.variant == "exact":
+            return (head_dim + 1) ** 2 + 1
+        return 2 * head_dim + 1 if self.beta else head_dim + 1
+
+    def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if self.shortcut is None:
+            return out
+        return out + values_at_queries(self.shortcut(v), call)
+
+
+class KeyPosition(nn.Module):
+    """A learned position for keys, zero at first, resized bicubically to other grids. Prefix tokens have none."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        assert shape.heads and shape.head_dim and shape.grid
+        self.heads = shape.heads
+        self.table = nn.Parameter(torch.zeros(1, shape.heads * shape.head_dim, shape.grid.height, shape.grid.width))
+
+    def forward(self, grid: TokenGrid) -> Tensor:
+        table: Tensor = self.table
+        if table.shape[-2:] != (grid.height, grid.width):
+            table = F.interpolate(table.float(), (grid.height, grid.width), mode="bicubic", align_corners=False)
+        return F.pad(grid.from_map(table, self.heads), (0, 0, grid.prefix, 0))

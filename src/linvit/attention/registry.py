@@ -1,0 +1,80 @@
+"""The list of mechanisms. A new one is a file with `@register(...)` and a line in `attention/__init__.py`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from linvit.attention.grid import TokenGrid
+from linvit.attention.mechanism import Mechanism, Shape
+from linvit.errors import LinvitError, unknown
+
+_MECHANISMS: dict[str, type[Mechanism]] = {}
+IMPLEMENTATIONS = ("auto", "reference")
+
+
+def register(name: str, *, paper: str) -> Callable[[type[Mechanism]], type[Mechanism]]:
+    """Class decorator: make a mechanism known under `name`."""
+
+    def add(cls: type[Mechanism]) -> type[Mechanism]:
+        if name in _MECHANISMS:
+            raise LinvitError(f"a mechanism named '{name}' is registered already")
+        cls.name, cls.paper = name, paper
+        _MECHANISMS[name] = cls
+        return cls
+
+    return add
+
+
+def list_mechanisms() -> list[str]:
+    """Names of all mechanisms, sorted."""
+    return sorted(_MECHANISMS)
+
+
+def mechanism_class(name: str) -> type[Mechanism]:
+    """The class registered under `name`."""
+    if name not in _MECHANISMS:
+        raise unknown("mechanism", name, _MECHANISMS)
+    return _MECHANISMS[name]
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options a mechanism takes beside its shape, with their defaults."""
+    options: dict[str, Any] = {}
+    for cls in reversed(mechanism_class(name).__mro__):
+        if issubclass(cls, Mechanism) and "__init__" in vars(cls):
+            for parameter in inspect.signature(cls).parameters.values():
+                if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                    options[parameter.name] = parameter.default
+    if not mechanism_class(name).variants:
+        options.pop("variant", None)
+    return options
+
+
+def create_attention(
+    name: str,
+    *,
+    heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    dim: int | None = None,
+    grid: TokenGrid | None = None,
+    impl: str = "auto",
+    **options: Any,
+) -> Mechanism:
+    """Build a mechanism by name. Those with parameters of their own need the shape they are built for."""
+    cls = mechanism_class(name)
+    if impl not in IMPLEMENTATIONS:
+        raise unknown("implementation", impl, IMPLEMENTATIONS)
+    known = options_of(name)
+    for option in options:
+        if option not in known:
+            raise (
+                unknown(f"option of {name}", option, known)
+                if known
+                else LinvitError(f"{name} takes no options, got '{option}'")
+            )
+    mechanism = cls(Shape(heads, head_dim, value_dim, dim, grid), **options)
+    mechanism.impl = impl
+    return mechanism

@@ -1,0 +1,288 @@
+"""What every registered mechanism must do. A new one is tested by being registered."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from linvit.attention import Mechanism, Size, TokenGrid
+from linvit.attention.mechanism import Call, regroup
+from linvit.errors import LinvitError
+from tests.attention.cases import Case, call, cases, inputs, relative_rms
+
+every = pytest.mark.parametrize("case", cases(), ids=str)
+GRIDS = [
+    TokenGrid(1, 1),
+    TokenGrid(1, 7),
+    TokenGrid(7, 7),
+    TokenGrid(14, 14, 1),
+    TokenGrid(28, 28, 1),
+    TokenGrid(5, 9, 5),
+    TokenGrid(12, 3),
+]
+
+
+def supported(case: Case, grid: TokenGrid) -> TokenGrid:
+    """The grid, without its prefix where the mechanism has no place for one."""
+    return grid if case.build(grid).capabilities.prefix else replace(grid, prefix=0)
+
+
+@every
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_any_grid_and_refusal_of_prefix(case: Case, grid: TokenGrid) -> None:
+    tensors = inputs(grid)
+    mechanism = case.build(grid)
+    if grid.prefix and not mechanism.capabilities.prefix:
+        with pytest.raises(LinvitError, match="prefix"):
+            call(mechanism, tensors, grid)
+        return
+    out = call(mechanism, tensors, grid)
+    assert out.shape == tensors[2].shape and out.dtype == torch.float32
+    exact = call(copy.deepcopy(mechanism).double(), tuple(t.double() for t in tensors), grid)
+    assert relative_rms(out, exact) < 1e-5
+
+
+@every
+def test_strides_do_not_matter(case: Case) -> None:
+    grid = supported(case, TokenGrid(4, 6, 1))
+    mechanism = case.build(grid)
+    packed = torch.randn(2, grid.tokens, 3, 2, 8)
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    x = torch.randn(2, grid.tokens, 16)
+    assert not q.is_contiguous()
+    out = call(mechanism, (q, k, v, x), grid)
+    plain = call(mechanism, (q.contiguous(), k.contiguous(), v.contiguous(), x), grid)
+    torch.testing.assert_close(out, plain)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_against_float64(case: Case, dtype: torch.dtype) -> None:
+    grid = supported(case, TokenGrid(14, 14, 1))
+    mechanism = case.build(grid)
+    tensors = inputs(grid, dtype=dtype)
+    out = call(mechanism, tensors, grid)
+    exact = call(copy.deepcopy(mechanism).double(), tuple(t.double() for t in tensors), grid)
+    assert out.dtype == dtype
+    assert relative_rms(out, exact) < (2e-3 if dtype == torch.float16 else 8e-3)
+
+
+@every
+def test_model_in_bfloat16(case: Case) -> None:
+    """model.bfloat16() turns the parameters too; the output stays near that of float32."""
+    grid = supported(case, TokenGrid(6, 6, 1))
+    mechanism = case.build(grid)
+    tensors = inputs(grid, dtype=torch.bfloat16)
+    out = call(copy.deepcopy(mechanism).bfloat16(), tensors, grid)
+    assert out.dtype == torch.bfloat16
+    assert relative_rms(out, call(mechanism, tuple(t.float() for t in tensors), grid)) < 5e-2
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_many_tokens_stay_finite(case: Case, dtype: torch.dtype) -> None:
+    grid = TokenGrid(256, 256)
+    can = case.build(TokenGrid(4, 4)).capabilities
+    if not (can.linear and can.normalised):
+        assert not (can.linear and can.normalised)
+        return
+    mechanism = case.build(grid, heads=1)
+    tensors = inputs(grid, heads=1, batch=1, dtype=dtype, scale=4.0)
+    assert call(mechanism, tensors, grid).isfinite().all()
+
+
+@every
+def test_gradients(case: Case) -> None:
+    grid = supported(case, TokenGrid(2, 3, 1))
+    mechanism = case.build(grid, dtype=torch.float64, head_dim=4, impl="reference")
+    tensors = [t.requires_grad_() for t in inputs(grid, batch=1, head_dim=4, dtype=torch.float64, seed=3)]
+    names = [n for n, p in mechanism.named_parameters() if p.requires_grad]
+    parameters = [p for p in mechanism.parameters() if p.requires_grad]
+
+    def through(*args: Tensor) -> Tensor:
+        q, k, v, x = args[:4]
+        kwargs = {"x": x} if mechanism.capabilities.input else {}
+        return torch.func.functional_call(mechanism, dict(zip(names, args[4:], strict=True)), (q, k, v, grid), kwargs)
+
+    assert torch.autograd.gradcheck(through, (*tensors, *parameters), eps=1e-6, atol=1e-6, rtol=1e-4)
+
+
+@every
+def test_permutation_equivariance_is_as_declared(case: Case) -> None:
+    grid = TokenGrid(3, 4)
+    mechanism = case.build(grid, dtype=torch.float64)
+    q, k, v, x = inputs(grid, dtype=torch.float64)
+    order = torch.randperm(grid.tokens, generator=torch.Generator().manual_seed(1))
+    permuted = call(mechanism, (q[:, :, order], k[:, :, order], v[:, :, order], x[:, order]), grid)
+    same = relative_rms(permuted, call(mechanism, (q, k, v, x), grid)[:, :, order]) < 1e-9
+    assert same == mechanism.capabilities.equivariant
+
+
+@every
+@pytest.mark.parametrize("key_grid", [None, TokenGrid(3, 2, 1)], ids=["equal", "pooled"])
+def test_core_is_the_map_times_v(case: Case, key_grid: TokenGrid | None) -> None:
+    grid = supported(case, TokenGrid(6, 4, 1))
+    key_grid = None if key_grid is None else supported(case, key_grid)
+    mechanism = case.build(key_grid or grid, dtype=torch.float64)
+    can = mechanism.capabilities
+    if key_grid is not None and not can.unequal:
+        key_grid = None
+    q, k, v, _ = inputs(grid, key_grid=key_grid, dtype=torch.float64)
+    if not can.map:
+        with pytest.raises(LinvitError, match="no map"):
+            mechanism.map(q, k, grid, key_grid=key_grid)
+        return
+    implied = mechanism.map(q, k, grid, key_grid=key_grid)
+    assert implied.shape[0] == 2 and implied.shape[2:] == (q.shape[2], k.shape[2])
+    context = Call(grid, key_grid or grid)
+    core = mechanism.core(q, k, v, context) - mechanism.core(q, k, torch.zeros_like(v), context)
+    expected = regroup(implied @ regroup(v, implied.shape[1]), 2)
+    assert relative_rms(core, expected) < 1e-9
+
+
+@every
+def test_macs_are_half_of_the_flop_counter(case: Case) -> None:
+    grid, key_grid = supported(case, TokenGrid(6, 4, 1)), supported(case, TokenGrid(3, 2, 1))
+    can = case.build(grid).capabilities
+    key_grid = key_grid if can.unequal else grid
+    value_dim = 12 if can.wide_values else 8
+    mechanism = case.build(key_grid, value_dim=value_dim, impl="reference")
+    tensors = inputs(grid, key_grid=key_grid, batch=3, value_dim=value_dim)
+    with FlopCounterMode(display=False) as counter:
+        call(mechanism, tensors, grid, key_grid=key_grid)
+    assert 2 * mechanism.macs(Size(3, 2, 8, value_dim, grid, key_grid)) == counter.get_total_flops()
+
+
+@every
+@pytest.mark.parametrize("queries, keys", [((6, 8, 1), (3, 4, 1)), ((3, 4, 1), (6, 8, 1)), ((5, 7, 0), (3, 2, 0))])
+def test_pooled_keys_and_subsampled_queries(case: Case, queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+    grid, key_grid = supported(case, TokenGrid(*queries)), supported(case, TokenGrid(*keys))
+    mechanism = case.build(key_grid)
+    tensors = inputs(grid, key_grid=key_grid)
+    if not mechanism.capabilities.unequal:
+        with pytest.raises(LinvitError, match="as many keys as queries"):
+            call(mechanism, tensors, grid, key_grid=key_grid)
+        return
+    out = call(mechanism, tensors, grid, key_grid=key_grid)
+    assert out.shape == tensors[0].shape and out.isfinite().all()
+
+
+@every
+@pytest.mark.parametrize("value_dim", [4, 16])
+def test_values_of_another_width(case: Case, value_dim: int) -> None:
+    grid = supported(case, TokenGrid(4, 6, 1))
+    tensors = inputs(grid, value_dim=value_dim)
+    if not case.build(grid).capabilities.wide_values:
+        with pytest.raises(LinvitError, match="as wide as"):
+            call(case.build(grid), tensors, grid)
+        return
+    out = call(case.build(grid, value_dim=value_dim), tensors, grid)
+    assert out.shape == tensors[2].shape and out.isfinite().all()
+
+
+@every
+def test_key_mask_drops_keys(case: Case) -> None:
+    """Masked keys and values may hold anything; nothing of it reaches the queries that stay."""
+    grid = supported(case, TokenGrid(3, 4, 1))
+    mechanism = case.build(grid, dtype=torch.float64)
+    q, k, v, x = inputs(grid, dtype=torch.float64)
+    mask = torch.ones(2, grid.tokens, dtype=torch.bool)
+    mask[0, -2:] = False
+    mask[1, -5:] = False
+    if not mechanism.capabilities.key_mask:
+        with pytest.raises(LinvitError, match="mask"):
+            call(mechanism, (q, k, v, x), grid, mask=mask)
+        return
+    out = call(mechanism, (q, k, v, x), grid, mask=mask)
+    noise = ~mask[:, None, :, None] * 7.0
+    again = call(mechanism, (q, k + noise, v + noise, x), grid, mask=mask)
+    far = (
+        mask[:, None, :, None]
+        if mechanism.capabilities.equivariant
+        else mask[:, None, :, None] & (torch.arange(grid.tokens)[:, None] < 2)
+    )
+    torch.testing.assert_close(again * far, out * far)
+    if mechanism.capabilities.map:
+        implied = mechanism.map(q, k, grid, mask=mask)
+        assert (implied.transpose(2, 3)[~mask[:, None, :].expand(-1, implied.shape[1], -1)].abs() < 1e-12).all()
+    everything = call(mechanism, (q, k, v, x), grid, mask=torch.ones_like(mask))
+    torch.testing.assert_close(everything, call(mechanism, (q, k, v, x), grid))
+
+
+@every
+def test_autocast_stays_outside(case: Case) -> None:
+    grid = supported(case, TokenGrid(4, 4, 1))
+    mechanism = case.build(grid)
+    tensors = inputs(grid)
+    plain = call(mechanism, tensors, grid)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call(mechanism, tensors, grid)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, plain)
+
+
+class Fixed(nn.Module):
+    """A mechanism with its grid, as a host holds it, for tracing."""
+
+    def __init__(self, mechanism: Mechanism, grid: TokenGrid) -> None:
+        super().__init__()
+        self.mechanism, self.grid = mechanism, grid
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return self.mechanism(q, k, v, self.grid, x=x)
+
+
+@every
+def test_compiles_as_one_graph(case: Case) -> None:
+    grid = supported(case, TokenGrid(4, 6, 1))
+    module, tensors = Fixed(case.build(grid), grid), inputs(grid)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*tensors), module(*tensors))
+
+
+@every
+def test_exports(case: Case) -> None:
+    grid = supported(case, TokenGrid(4, 6, 1))
+    module, tensors = Fixed(case.build(grid), grid), inputs(grid)
+    exported = torch.export.export(module, tensors).module()
+    torch.testing.assert_close(exported(*tensors), module(*tensors))
+
+
+@every
+def test_state_dict_round_trip(case: Case, tmp_path) -> None:
+    grid = supported(case, TokenGrid(4, 6, 1))
+    first, second = case.build(grid), case.build(grid, seed=1)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
+    tensors = inputs(grid)
+    assert torch.equal(call(first, tensors, grid), call(second, tensors, grid))
+
+
+@every
+def test_another_token_count(case: Case) -> None:
+    """Built for one grid, called on another: served, or refused where the number of tokens is fixed."""
+    grid, other = supported(case, TokenGrid(4, 4, 1)), supported(case, TokenGrid(5, 7, 1))
+    mechanism = case.build(grid)
+    if mechanism.capabilities.any_tokens:
+        assert call(mechanism, inputs(other), other).isfinite().all()
+    else:
+        with pytest.raises(LinvitError, match="fixed to the"):
+            call(mechanism, inputs(other), other)
+
+
+@every
+def test_every_parameter_gets_a_gradient(case: Case) -> None:
+    grid = supported(case, TokenGrid(4, 6, 1))
+    mechanism = case.build(grid).train()
+    tensors = tuple(t.requires_grad_() for t in inputs(grid))
+    call(mechanism, tensors, grid).square().sum().backward()
+    for name, parameter in mechanism.named_parameters():
+        if parameter.requires_grad and not mechanism.capabilities.between:
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    assert mechanism.capabilities.value == (tensors[2].grad is not None)
