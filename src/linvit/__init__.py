@@ -1,7 +1,34 @@
-"""linvit makes the attention of vision transformers linear, and shows honestly what that buys."""
+"""linvit makes the attention of vision transformers linear, and shows honestly what that buys.
 
-from linvit.attention import TokenGrid, create_attention, list_mechanisms
+Public names load on first use, so that `import linvit` and `linvit --help` do not wait for PyTorch. A new one goes in
+both places below.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from linvit.errors import LinvitError
 from linvit.version import __version__
 
+if TYPE_CHECKING:
+    from linvit.attention import TokenGrid, create_attention, list_mechanisms
+
+_HOMES = {
+    "TokenGrid": "linvit.attention",
+    "create_attention": "linvit.attention",
+    "list_mechanisms": "linvit.attention",
+}
+
 __all__ = ["LinvitError", "TokenGrid", "__version__", "create_attention", "list_mechanisms"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'linvit' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,5 @@
+"""`python -m linvit`."""
+
+from linvit.cli import main
+
+main()

@@ -1,0 +1,77 @@
+"""What every verb owes its user, and the frozen list of verbs and options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import typer
+
+from linvit.cli import app
+from tests.cli.conftest import Outcome
+
+# The command line is small and frozen: a change here is a change of the interface, made on purpose.
+VERBS = {
+    "list": {"what", "--json"},
+}
+
+
+def commands() -> Iterator[tuple[str, typer.core.TyperCommand]]:
+    """Every verb that runs, those below another verb as `bench op`."""
+
+    def walk(prefix: str, command: typer.core.TyperCommand | typer.core.TyperGroup) -> Iterator:
+        if isinstance(command, typer.core.TyperGroup):
+            for name, child in command.commands.items():
+                yield from walk(f"{prefix} {name}".strip(), child)
+        else:
+            yield prefix, command
+
+    return walk("", typer.main.get_command(app))
+
+
+every = pytest.mark.parametrize("verb", [name for name, _ in commands()])
+
+
+def test_verbs_and_options_are_frozen() -> None:
+    found = {}
+    for name, command in commands():
+        found[name] = {p.opts[0] for p in command.params}
+    assert found == VERBS
+
+
+@every
+def test_help_shows_an_example(linvit: Callable[..., Outcome], verb: str) -> None:
+    outcome = linvit(*verb.split(), "--help")
+    assert outcome.code == 0
+    assert f"Example: linvit {verb}" in outcome.out
+
+
+@every
+def test_json_everywhere(linvit: Callable[..., Outcome], verb: str) -> None:
+    assert "--json" in linvit(*verb.split(), "--help").out
+
+
+def test_wrong_verb_and_option(linvit: Callable[..., Outcome]) -> None:
+    outcome = linvit("lits")
+    assert outcome.code == 2 and "Did you mean 'list'?" in outcome.err
+    outcome = linvit("list", "--jsn")
+    assert outcome.code == 2 and "--json" in outcome.err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys\n"
+        "from linvit.cli import app\n"
+        "heavy = {'torch', 'timm', 'matplotlib', 'numpy', 'sklearn'} & set(sys.modules)\n"
+        "assert not heavy, f'the command line imports {heavy}'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_python_m_linvit() -> None:
+    from linvit import __version__
+
+    done = subprocess.run([sys.executable, "-m", "linvit", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"linvit {__version__}\n"
