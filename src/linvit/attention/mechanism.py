@@ -106,6 +106,18 @@ class Call:
             return self.key_grid.tokens
         return self.mask.sum(-1)[:, None, None, None]
 
+    @property
+    def query_mask(self) -> Tensor | None:
+        """The mask as the queries' too, for sums over queries: on one grid a padded key is a padded query."""
+        return self.mask if self.grid == self.key_grid else None
+
+    def mean(self, per_query: Tensor) -> Tensor:
+        """The mean of `(batch, queries, channels)` over the queries that are not padding."""
+        if self.query_mask is None:
+            return per_query.mean(1)
+        kept = per_query.masked_fill(~self.query_mask[:, :, None], 0.0)
+        return kept.sum(1) / self.query_mask.sum(1, keepdim=True)
+
 
 class Mechanism(nn.Module):
     """Base of every mechanism; see the module's docstring. `name` and `paper` are set by `register`."""
@@ -114,6 +126,7 @@ class Mechanism(nn.Module):
     paper: ClassVar[str] = ""
     variants: ClassVar[tuple[str, ...]] = ()  # the first is the default
     needs: ClassVar[tuple[str, ...]] = ()  # fields of Shape that must be given
+    builds_on_grid: ClassVar[bool] = False  # has parameters laid out for the grid it is built for
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets the registry-wide tests run over
     capabilities: Capabilities = Capabilities()
 
@@ -163,6 +176,10 @@ class Mechanism(nn.Module):
     def between(self, x: Tensor, grid: TokenGrid) -> Tensor:
         """Blocks call this on the residual stream between attention and MLP when `capabilities.between`."""
         return x
+
+    def between_macs(self, size: Size) -> int:
+        """Exact multiply-accumulates of `between`."""
+        return 0
 
     def forward(
         self,
