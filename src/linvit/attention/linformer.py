@@ -1,0 +1,72 @@
+"""Linformer (Wang et al.): keys and values projected along the tokens, from N to a few.
+
+    out = softmax(q · (Eᵀ·k)ᵀ/√d) · (Fᵀ·v)
+
+    original  E and F are N × rank, without bias, shared by the heads; `share_kv` makes them one. They start in
+              U(±1/√rank) and rank is 256, as in the public implementations.
+    fair      the Fair Comparison's LA: one Linear from N to max(1, N//8) with bias for keys, values and all heads.
+
+The default is `original`. Its starting scale does not know N, so outputs grow with √N at first. A rank above N is
+lowered to N (ours). `fair` ties its rank to N and so is quadratic, at an eighth of softmax's cost.
+
+E and F have a row per token: the mechanism serves the number of keys it was built for and no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, run
+from linvit.attention.registry import register
+
+
+@register("linformer", paper="Linformer; Fair Comparison (LA)")
+class Linformer(Mechanism):
+    capabilities = Capabilities(any_tokens=False, equivariant=False)
+    variants = ("original", "fair")
+    needs = ("grid",)
+    examples = ({}, {"rank": 4, "share_kv": True})
+
+    def __init__(
+        self, shape: Shape, *, variant: str | None = None, rank: int | None = None, share_kv: bool = False
+    ) -> None:
+        super().__init__(shape, variant=variant)
+        assert shape.grid
+        tokens, original = shape.grid.tokens, self.variant == "original"
+        self.rank = min(rank or (256 if original else max(1, tokens // 8)), tokens)
+        self.for_keys = TokenProjection(tokens, self.rank) if original else nn.Linear(tokens, self.rank)
+        self.for_values = TokenProjection(tokens, self.rank) if original and not share_kv else None
+        self.capabilities = replace(self.capabilities, linear=original, normalised=not original)
+
+    def attention(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        """`(batch, heads, queries, rank)`, rows summing to one."""
+        low_k = run(self.for_keys, call.keep(k).transpose(-2, -1))
+        return (q @ low_k * q.shape[-1] ** -0.5).softmax(-1)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        low_v = run(self.for_values or self.for_keys, call.keep(v).transpose(-2, -1))
+        return self.attention(q, k, call) @ low_v.transpose(-2, -1)
+
+    def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        weight = (self.for_values or self.for_keys).weight
+        implied = self.attention(q, k, call) @ weight.to(q.dtype)
+        return implied if call.mask is None else implied * call.mask[:, None, None, :]
+
+    def macs(self, size: Size) -> int:
+        per_channel = (size.keys + size.queries) * self.rank
+        return size.batch * size.heads * per_channel * (size.head_dim + size.value_dim)
+
+
+class TokenProjection(nn.Module):
+    """A projection of the tokens without bias. Not a Linear, so that a model's own initialisation leaves it alone."""
+
+    def __init__(self, tokens: int, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rank, tokens).uniform_(-(rank**-0.5), rank**-0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
