@@ -1,12 +1,25 @@
 """The mechanisms: how tokens talk. One file each, or one per close family."""
 
 from linvit.attention import (  # noqa: F401  importing a file registers what it holds
+    agent,
+    castling,
+    cosformer,
     efficient,
+    fastformer,
+    flatten,
+    flow,
+    hydra,
+    inline,
+    linformer,
+    mobile,
+    performer,
     qt,
     relu_linear,
     sima,
     softmax,
     stella,
+    window,
+    xca,
 )
 from linvit.attention.grid import TokenGrid
 from linvit.attention.mechanism import Capabilities, Mechanism, Shape, Size
