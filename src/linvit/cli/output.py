@@ -6,11 +6,16 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 PATIENCE = 2.0  # seconds before a progress bar appears
+WIDTH = 100  # no line is longer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
@@ -20,15 +25,35 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def console() -> Console:
+    """Where people read: the terminal, at most WIDTH columns; plain text of that width when piped to a file."""
+    from rich.console import Console
+
+    found = Console(highlight=False)
+    found.width = min(found.width, WIDTH) if found.is_terminal else WIDTH
+    return found
+
+
+def table(**widths: int) -> Table:
+    """A table without boxes from headings and their least widths; a negative width puts the column to the right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for heading, width in widths.items():
+        made.add_column(heading, justify="right" if width < 0 else "left", min_width=abs(width))
+    return made
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on stderr, at a terminal, after two seconds: `with progress("sampling", 12) as advance: …; advance()`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    bar = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
     task = bar.add_task(what, total=total)
     timer = threading.Timer(PATIENCE, bar.start)
     timer.daemon = True

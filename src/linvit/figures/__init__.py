@@ -1,0 +1,1 @@
+"""Pictures: plots of what was measured."""

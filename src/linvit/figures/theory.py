@@ -1,0 +1,132 @@
+"""The theory as small multiples: points are measured, with their intervals; lines are closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from linvit.measurement import closed_forms as closed
+from linvit.measurement.theory import CORRELATION, HEAD_DIMS, ORDERS, TOKENS, Finding, Sampler, taylor_pairs
+
+INK, BLUE, RED, GREY = "#1f2933", "#1f6fb4", "#c8503c", "#9aa5b1"
+STYLE = {
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "linvit",
+}
+
+
+def draw(findings: Sequence[Finding], path: Path) -> None:
+    """Write the picture of `measure`'s findings to `path`; its suffix names the format."""
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]  # its keys are a Literal of hundreds
+        figure = Figure(figsize=(10, 5.6), layout="constrained", dpi=150)
+        axes = figure.subplots(2, 3).flatten()
+        panels = (products, sums, relu_products, row_sums, angular, taylor)
+        for panel, ax in zip(panels, axes, strict=True):
+            panel(ax, findings)
+        note = "Points: Monte Carlo with 95 % intervals, mostly smaller than the point. Lines: closed forms."
+        figure.supxlabel(note, fontsize=8, color=INK)
+        figure.savefig(path)
+
+
+def points(
+    ax: Axes,
+    findings: Sequence[Finding],
+    quantity: str,
+    along: Callable[[Finding], float],
+    *,
+    colour: str = BLUE,
+    power: int = 0,
+) -> None:
+    """Measured values of one quantity with their intervals, times tokens to a power."""
+    chosen = [f for f in findings if f.quantity == quantity]
+    x = [along(f) for f in chosen]
+    scale = [(f.tokens or 1) ** power for f in chosen]
+    y = [f.measured * s for f, s in zip(chosen, scale, strict=True)]
+    bars = [f.width * f.error * s for f, s in zip(chosen, scale, strict=True)]
+    ax.errorbar(x, y, bars, fmt="o", ms=4.5, color=colour, mec="white", mew=0.6, elinewidth=1.2, zorder=3)
+
+
+def by_head_dim(ax: Axes) -> np.ndarray:
+    ax.set(xlabel="head dim d", xticks=HEAD_DIMS)
+    return np.linspace(8, 136, 60)
+
+
+def products(ax: Axes, findings: Sequence[Finding]) -> None:
+    d = by_head_dim(ax)
+    ax.plot(d, d, color=INK, lw=1.2, label="closed form: d")
+    points(ax, findings, "Var(q·k)", lambda f: f.d or 0)
+    ax.set(title="5.1  variance of q·k")
+    ax.legend(loc="upper left")
+
+
+def sums(ax: Axes, findings: Sequence[Finding]) -> None:
+    tokens = np.geomspace(TOKENS[0] / 1.5, TOKENS[-1] * 1.5, 40)
+    cases = (("correlated v: ∝ N²", "N²", "correlated", CORRELATION, RED), ("iid v: ∝ N", "N", "iid", 0.0, BLUE))
+    for label, unit, name, correlation, colour in cases:
+        ax.plot(tokens, [closed.sum_variance(64, n, correlation) for n in tokens], color=colour, lw=1.2, label=label)
+        power = len(unit)
+        quantity = f"Var(Σ A·v)/{unit}, {name} v"
+        points(ax, findings, quantity, lambda f: f.tokens or 0, colour=colour, power=power)
+    ax.set(xscale="log", yscale="log", xlabel="tokens N", title="5.2  variance of the sum over tokens")
+    ax.set_xticks(TOKENS, [str(n) for n in TOKENS])
+    ax.minorticks_off()
+    ax.legend(loc="upper left")
+
+
+def relu_products(ax: Axes, findings: Sequence[Finding]) -> None:
+    d = by_head_dim(ax)
+    ax.plot(d, closed.relu_product_variance(1) * d, color=INK, lw=1.2, label="d(1/4 − 1/4π²)")
+    printed = closed.relu_product_variance_as_printed(1) * d
+    ax.plot(d, printed, color=RED, lw=1.2, ls="--", label="as printed: d(1/4 − 1/2π)")
+    points(ax, findings, "variance", lambda f: f.d or 0)
+    ax.set(title="5.3  variance of relu(q)·relu(k)")
+    ax.legend(loc="upper left")
+
+
+def row_sums(ax: Axes, findings: Sequence[Finding]) -> None:
+    d = by_head_dim(ax)
+    ax.axhline(1, color=GREY, lw=1.2, ls=":", label="softmax: 1")
+    ax.plot(d, np.sqrt(d) / (2 * np.pi), color=INK, lw=1.2, label="SteLLA: √d/2π")
+    ax.plot(d, [closed.relu_quadratic_row_sum(n) for n in d], color=RED, lw=1.2, label="ReLU-quadratic: about 0.4")
+    points(ax, findings, "row sum of stella", lambda f: f.d or 0)
+    points(ax, findings, "row sum of relu_quadratic", lambda f: f.d or 0, colour=RED)
+    ax.set(title="What it means: row sums of the map", ylim=(0, 2.6))
+    ax.legend(loc="upper left")
+
+
+def angular(ax: Axes, findings: Sequence[Finding]) -> None:
+    x = np.linspace(0, 1, 200)
+    for order, shade in zip(ORDERS, np.linspace(0.9, 0.35, len(ORDERS)), strict=True):
+        residual = closed.angular(x) - closed.angular_series(x, order)
+        label = "order 1, the linear part" if order == 1 else f"order {order}"
+        ax.plot(x, residual, color=matplotlib.colormaps["Blues"](shade), lw=1.4, label=label)
+        points(ax, findings, f"residual at x = 0.9, order {order}", lambda f: 0.9, colour=INK)
+    ax.set(xlabel="x = cos θ", title="Castling  what the series leaves out")
+    ax.legend(loc="upper left")
+
+
+def taylor(ax: Axes, findings: Sequence[Finding]) -> None:
+    x = np.linspace(-2.6, 2.6, 100)
+    at, compact = taylor_pairs(Sampler(400, 0), 64)
+    ax.plot(x, np.exp(x), color=GREY, lw=1.2, ls=":", label="softmax: exp(x)")
+    ax.plot(x, 1 + x + x**2 / 2, color=INK, lw=1.2, label="exact: 1 + x + x²/2")
+    ax.plot(at, compact, "o", ms=2.2, color=BLUE, alpha=0.5, mew=0, label="compact, random pairs")
+    ax.set(xlabel="x = q·k/√d", xlim=(-2.6, 2.6), ylim=(0, 8), title="QT  kernel at d = 64")
+    ax.legend(loc="upper left")
