@@ -1,0 +1,97 @@
+"""The tables that `linvit bench` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from linvit.measurement.scaling import LIMIT, Scaling
+from linvit.measurement.side_by_side import OTHERS, compare_models, compare_op
+
+MEBI = 2**20
+
+
+def print_op(result: dict[str, Any]) -> None:
+    """One line per shape and pass. `×` beside another implementation is how many times faster ours is."""
+    where = result["environment"]
+    bandwidth = result["bandwidth"] / 1e12
+    print(
+        f"{result['mechanism']} in {result['dtype']} on {where['hardware']}, torch {where['torch']}, "
+        f"memory copied at {bandwidth:.3g} TB/s; milliseconds"
+    )
+    table = Table("batch, heads, head dim, tokens", "pass", "floor", "ours", "× floor")
+    for name in OTHERS:
+        table.add_column(name)
+    table.add_column("peak MiB, ours / sdpa")
+    table.add_column("eager, ours / sdpa")
+    for line in compare_op(result):
+        rows, cells = line["rows"], [str(line["shape"]), line["pass"], _ms(line["floor_ms"])]
+        cells += [_timed(rows.get("ours")), _number(line["times_floor"])]
+        for name in OTHERS:
+            faster = line["faster_than"][name]
+            cells.append(_timed(rows.get(name)) + ("" if faster is None else f" ({_number(faster)}×)"))
+        cells.append(" / ".join(_peak(rows.get(name)) for name in ("ours", "sdpa")))
+        cells.append(" / ".join(_eager(rows.get(name)) for name in ("ours", "sdpa")))
+        table.add_row(*cells)
+    _print(table)
+
+
+def print_model(result: dict[str, Any]) -> None:
+    where = result["environment"]
+    print(f"{result['model']} to {result['to']} in {result['dtype']} on {where['hardware']}, torch {where['torch']}")
+    table = Table("pixels", "batch", "pass", "mode", "softmax, images/s", "converted, images/s", "ratio", "peak ratio")
+    for line in compare_models(result):
+        speeds = [_speed(line["rows"].get(name)) for name in ("softmax", "converted")]
+        cells = [str(line["resolution"]), str(line["batch"]), line["pass"], line["mode"], *speeds]
+        table.add_row(*cells, _number(line["ratio"]), _number(line["memory_ratio"]))
+    _print(table)
+
+
+def print_scaling(results: list[Scaling]) -> None:
+    tokens = results[0].tokens if results else 0
+    table = Table("mechanism", "variant", f"{tokens:,} tokens", f"{2 * tokens:,} tokens", "ratio", "")
+    for r in results:
+        times = (f"{r.single_ms:.2f} ms", f"{r.double_ms:.2f} ms")
+        table.add_row(r.name, r.variant, *times, f"{r.ratio:.2f}", "" if r.linear else f"over {LIMIT}")
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    """At the terminal's width, or as wide as the table is when the output goes to a file."""
+    console = Console()
+    Console(width=None if console.is_terminal else 200).print(table)
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _timed(row: dict[str, Any] | None) -> str:
+    """Median and half the distance of the quartiles; the status where there is no time."""
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return row["status"]
+    timing = row.get("graph_ms", row["eager_ms"])
+    spread = (timing["high"] - timing["low"]) / 2 / timing["median"]
+    return f"{_ms(timing['median'])} ±{spread:.0%}"
+
+
+def _peak(row: dict[str, Any] | None) -> str:
+    return f"{row['peak_bytes'] / MEBI:.3g}" if row and row["status"] == "ok" else "–"
+
+
+def _eager(row: dict[str, Any] | None) -> str:
+    return _ms(row["eager_ms"]["median"]) if row and row["status"] == "ok" else "–"
+
+
+def _speed(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['images_per_second']:,.4g}" if row["status"] == "ok" else row["status"]

@@ -1,0 +1,6 @@
+"""What a model costs: parameters and multiply-accumulates, beside what the papers printed."""
+
+from linvit.measurement.macs import CONVENTIONS, Macs, count_macs, measure_macs
+from linvit.measurement.parameters import count_parameters
+
+__all__ = ["CONVENTIONS", "Macs", "count_macs", "count_parameters", "measure_macs"]

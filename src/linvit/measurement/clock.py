@@ -1,0 +1,131 @@
+"""Clocks: how long a call takes, how much memory it peaks at, and how fast memory can be copied.
+
+On a GPU the time is that of a replayed CUDA graph, so that launches do not hide in it; `eager` beside it is what plain
+Python calls cost. Calls come as a list, one per set of inputs, and are taken in turn: with one small set again and
+again the cache would be measured.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import torch
+from torch import Tensor
+
+Calls = Sequence[Callable[[], object]]
+MEBI = 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call: the median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        low, _, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+        return cls(median(samples), low, high, len(samples))
+
+
+def eager(calls: Calls, device: torch.device, *, budget: float = 0.3, least: int = 5) -> Timing:
+    """Plain calls by the host's clock. On a GPU a sample is a burst of calls: it shows what the host can send."""
+    synchronise(device)
+    begin = time.perf_counter()
+    calls[0]()
+    synchronise(device)
+    once = max(time.perf_counter() - begin, 1e-6)
+    burst = 1 if device.type == "cpu" else max(1, min(20, int(budget / (least * once))))
+    repeats = max(least, min(200, int(budget / (burst * once))))
+    samples, turn = [], 0
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(burst):
+            calls[turn % len(calls)]()
+            turn += 1
+        synchronise(device)
+        samples.append((time.perf_counter() - begin) * 1e3 / burst)
+    return Timing.of(samples)
+
+
+def graph(calls: Calls, *, budget: float = 0.2, least: int = 5) -> Timing:
+    """The calls, once each, as one CUDA graph; its replays are timed with device events."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for call in calls:
+            call()
+    captured.replay()
+    torch.cuda.synchronize()
+
+    def sample() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        captured.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    once = sample()
+    repeats = max(least, min(100, int(budget * 1e3 / max(once, 1e-3))))
+    return Timing.of([sample() / len(calls) for _ in range(repeats)])
+
+
+def sets_for(set_bytes: int, device: torch.device, *, most: int = 64) -> int:
+    """How many sets of inputs to take in turn so that none is still in the last-level cache when its turn comes."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 * MEBI
+    return max(1, min(most if device.type == "cuda" else 4, -(-2 * cache // max(set_bytes, 1))))
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes a call holds at its peak beyond what was there before: outputs, gradients and everything in between."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its every start and stop otherwise
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    allocations = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = peak = 0
+    for _, size in allocations:
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy, read plus written: the ceiling for anything that moves memory."""
+    size = (2048 if device.type == "cuda" else 128) * MEBI
+    source = torch.rand(size // 4, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> Tensor:
+        return target.copy_(source)
+
+    copy()
+    timing = graph([copy] * 2) if device.type == "cuda" else eager([copy], device)
+    return 2 * size / (timing.low * 1e-3)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,162 @@
+"""`bench model`: a timm model with softmax attention against its converted self, side by side in one run.
+
+The softmax model is timm's own, with its fused SDPA. Inference runs in the chosen dtype; a training step is forward,
+cross-entropy, backward and AdamW under autocast with float32 weights. Both models are first held against their own
+float64 selves on one image, a compiled training step against the eager one; one that is off gets no speed.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linvit.attention import Mechanism
+from linvit.errors import LinvitError, unknown
+from linvit.measurement import clock
+from linvit.measurement.speed import DTYPES, relative_rms
+
+PASSES = ("inference", "training")
+MODES = ("eager", "compiled")
+# Relative RMS of the logits against float64. Half precision rounds after every layer, and a dozen of them add up.
+TOLERANCES = {"bf16": 8e-2, "fp16": 2e-2, "fp32": 1e-3}
+
+Convert = Callable[[nn.Module], object]
+
+
+def sweep(
+    name: str,
+    convert: Convert,
+    *,
+    resolutions: list[int],
+    batches: list[int],
+    dtype: str,
+    device: torch.device,
+    passes: tuple[str, ...] = PASSES,
+    modes: tuple[str, ...] = MODES,
+    done: frozenset[tuple[Any, ...]] = frozenset(),
+    budget: float = 1.0,
+) -> Iterator[dict[str, Any]]:
+    """Rows as they are measured: for each resolution, pass and mode the softmax model, then the converted one."""
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    for resolution, batch in zip(resolutions, batches, strict=True):
+        for which in passes:
+            for mode in modes:
+                for attention in ("softmax", "converted"):
+                    row = {"resolution": resolution, "batch": batch, "pass": which}
+                    row |= {"mode": mode, "attention": attention}
+                    if key(row) not in done:
+                        model = build(name, resolution, convert if attention == "converted" else None)
+                        yield row | measure(model, row, dtype, device, budget=budget)
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("resolution", "batch", "pass", "mode", "attention"))
+
+
+def build(name: str, resolution: int, convert: Convert | None) -> nn.Module:
+    """The timm model with random weights (speed does not ask for better ones), converted if told so."""
+    import timm
+
+    if name not in timm.list_models():
+        raise unknown("timm model", name, timm.list_models())
+    torch.manual_seed(0)
+    try:
+        model = timm.create_model(name, img_size=resolution)
+    except TypeError:  # convolutional pyramids take any size and no such argument
+        model = timm.create_model(name)
+    if convert is not None:
+        convert(model)
+    return model
+
+
+def measure(
+    model: nn.Module, row: dict[str, Any], dtype: str, device: torch.device, *, budget: float = 1.0
+) -> dict[str, Any]:
+    """One row: the error of the logits first, then images per second and peak memory, or why there are none."""
+    try:
+        generator = torch.Generator(device).manual_seed(0)
+        images = torch.randn(row["batch"], 3, row["resolution"], row["resolution"], generator=generator, device=device)
+        prepare = _training if row["pass"] == "training" else _inference
+        run, error = prepare(model.to(device), row, dtype, images)
+        if not error <= TOLERANCES[dtype]:
+            return {"status": "wrong", "error": min(error, 1e30)}
+        for _ in range(3):
+            run()
+        peak = clock.peak_memory(run, device)
+        timing = clock.eager([run], device, budget=budget)
+        speed = row["batch"] / timing.median * 1e3
+        return {
+            "status": "ok",
+            "error": error,
+            "images_per_second": speed,
+            "ms": asdict(timing),
+            "peak_bytes": peak,
+        }
+    except torch.OutOfMemoryError:
+        return {"status": "out of memory"}
+    except LinvitError:
+        raise
+    except Exception as reason:  # a compiler that fails must not cost the rows that are still to come
+        return {"status": "failed", "reason": f"{type(reason).__name__}: {reason}".splitlines()[0][:300]}
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _inference(model: nn.Module, row: dict[str, Any], dtype: str, images: Tensor) -> tuple[Callable[[], object], float]:
+    truth = _exact_logits(model.eval(), images[:1])
+    model, images = model.to(DTYPES[dtype]), images.to(DTYPES[dtype])
+    forward = torch.compile(model, dynamic=False) if row["mode"] == "compiled" else model
+
+    def infer() -> Tensor:
+        with torch.inference_mode():
+            return forward(images)
+
+    return infer, relative_rms(infer()[:1], truth)
+
+
+def _training(model: nn.Module, row: dict[str, Any], dtype: str, images: Tensor) -> tuple[Callable[[], object], float]:
+    truth = _exact_logits(model.eval(), images[:1])
+    labels = torch.arange(row["batch"], device=images.device)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def logits(forward: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, dtype=DTYPES[dtype], enabled=dtype != "fp32"):
+            return forward(images).float()
+
+    def step() -> None:
+        optimiser.zero_grad(set_to_none=True)
+        F.cross_entropy(logits(forward, images), labels).backward()
+        optimiser.step()
+
+    with torch.no_grad():
+        error = relative_rms(logits(model, images[:1]), truth)
+    forward: Callable[[Tensor], Tensor] = model.train()
+    if row["mode"] == "compiled":
+        plain = logits(model, images).detach()
+        forward = torch.compile(model, dynamic=False)
+        error = max(error, relative_rms(logits(forward, images).detach(), plain))
+    step()
+    if not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
+        error = float("inf")
+    return step, error
+
+
+def _exact_logits(model: nn.Module, image: Tensor) -> Tensor:
+    """The same weights in float64, every mechanism on its plain reference."""
+    twin = copy.deepcopy(model).double()
+    for module in twin.modules():
+        if isinstance(module, Mechanism):
+            module.impl = "reference"
+    with torch.inference_mode():
+        return twin(image.double())

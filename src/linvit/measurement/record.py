@@ -1,0 +1,158 @@
+"""What a result file says about where its numbers come from, and how it is written: whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linvit.errors import LinvitError
+from linvit.version import __version__
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def environment(device: torch.device | str, command: list[str] | None = None) -> dict[str, Any]:
+    """Hardware, package versions, commit, command and time of a measurement."""
+    return {
+        "hardware": hardware(device),
+        "cpu": cpu(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": package("triton"),
+        "cuda": torch.version.cuda,
+        "timm": package("timm"),
+        "linvit": __version__,
+        "commit": commit(),
+        "source": source_digest(),
+        "command": " ".join(command or ["linvit", *sys.argv[1:]]),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def hardware(device: torch.device | str) -> str:
+    """The name of the chip that `device` is."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu()
+
+
+def cpu() -> str:
+    """The processor's model name where the system tells, else its architecture, with the number of cores."""
+    name = platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def package(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit the code is at, with `+` for changes on top; LINVIT_COMMIT where there is no repository around."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(PACKAGE), *args], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("LINVIT_COMMIT")
+
+
+def source_digest() -> str:
+    """A hash of the package's own source, which tells two working trees apart where no commit does."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write beside the target, then rename: a reader, or a crash, never meets half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+class ResultFile:
+    """A result file that grows row by row and is on disk after each, so that an interrupted run keeps what it has.
+
+    `head` says what is measured. A run may only go on with a file that says the same, on the same hardware and source:
+    rows of two different machines or programs do not belong in one table.
+    """
+
+    def __init__(self, path: Path, head: dict[str, Any], environment: dict[str, Any], *, resume: bool = False) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {**head, "environment": environment, "complete": False, "rows": []}
+        if resume:
+            self._take_over(read_result(path))
+        elif path.exists():
+            raise LinvitError(f"{path} exists and result files are not edited: give another name, or --resume {path}")
+
+    def _take_over(self, old: dict[str, Any]) -> None:
+        for name in self.data.keys() - {"environment", "complete", "rows"}:
+            if old.get(name) != self.data[name]:
+                raise LinvitError(f"{self.path} was measured with {name} {old.get(name)}, not {self.data[name]}")
+        for name in ("hardware", "torch", "source"):
+            ours, theirs = self.data["environment"][name], old["environment"][name]
+            if ours != theirs:
+                raise LinvitError(f"{self.path} was measured with {name} {theirs}, this is {ours}: start a new file")
+        self.data["environment"] = old["environment"]
+        self.data["rows"] = old["rows"]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.data["rows"]
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        write_json(self.path, self.data)
+
+    def finish(self) -> dict[str, Any]:
+        self.data["complete"] = True
+        write_json(self.path, self.data)
+        return self.data
+
+
+def read_result(path: Path, kind: str | None = None) -> dict[str, Any]:
+    """A result file as it was written."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as reason:
+        raise LinvitError(f"cannot read the result file {path}: {reason}") from None
+    if not isinstance(data, dict) or "rows" not in data or kind not in (None, data.get("kind")):
+        raise LinvitError(f"{path} is not a result file{f' of {kind}' if kind else ''}")
+    return data

@@ -1,0 +1,82 @@
+"""`bench scaling`: is a mechanism that calls itself linear really linear? Time it at N and at 2N tokens on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from linvit.attention import TokenGrid, create_attention, list_mechanisms, mechanism_class
+
+LIMIT = 2.6  # twice the work, and room for caches that no longer hold it and for clocks that jitter
+HEADS, HEAD_DIM = 2, 32
+
+
+@dataclass(frozen=True)
+class Scaling:
+    name: str
+    variant: str
+    tokens: int
+    single_ms: float
+    double_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.double_ms / self.single_ms
+
+    @property
+    def linear(self) -> bool:
+        return self.ratio < LIMIT
+
+
+def linear_mechanisms() -> list[tuple[str, str]]:
+    """Every mechanism and variant whose capabilities say it is linear."""
+    found = []
+    for name in list_mechanisms():
+        for variant in mechanism_class(name).variants or ("",):
+            if _build(name, variant, TokenGrid(4, 4)).capabilities.linear:
+                found.append((name, variant))
+    return found
+
+
+def _build(name: str, variant: str, grid: TokenGrid) -> Any:
+    options: dict[str, Any] = {"variant": variant} if variant else {}
+    return create_attention(name, heads=HEADS, head_dim=HEAD_DIM, dim=HEADS * HEAD_DIM, grid=grid, **options).eval()
+
+
+def scaling(name: str, variant: str = "", *, tokens: int = 4096, repeats: int = 9, rounds: int = 3) -> Scaling:
+    """Medians at both sizes, calls taken in turn so that a busy machine slows both alike.
+
+    A ratio over the limit is measured again with twice the calls, at most `rounds` times: noise goes away, N² does not.
+    """
+    for attempt in range(rounds):
+        calls = [_call(name, variant, tokens), _call(name, variant, 2 * tokens)]
+        samples = [[_once(call) for call in calls] for _ in range(repeats * 2**attempt)]
+        single, double = (median(column) for column in zip(*samples, strict=True))
+        result = Scaling(name, variant, tokens, single, double)
+        if result.linear:
+            break
+    return result
+
+
+def _call(name: str, variant: str, tokens: int) -> Callable[[], object]:
+    height = next(h for h in range(int(tokens**0.5), 0, -1) if tokens % h == 0)
+    grid = TokenGrid(height, tokens // height)
+    mechanism = _build(name, variant, grid)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, HEADS, tokens, HEAD_DIM, generator=generator)
+    x = torch.randn(1, tokens, HEADS * HEAD_DIM, generator=generator)
+    call = torch.inference_mode()(partial(mechanism, q, k, v, grid, x=x if mechanism.capabilities.input else None))
+    call()
+    return call
+
+
+def _once(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3

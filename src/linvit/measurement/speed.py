@@ -1,0 +1,274 @@
+"""`bench op`: one mechanism's speed and memory beside SDPA, its own reference and the memory floor, in one run.
+
+Every implementation first shows that it is right, against float64; one that is not gets no time printed. Inputs are
+views of one packed `(batch, tokens, 3, heads, head_dim)` projection and the output is taken up to what the output
+projection reads, because that is what a model pays for; so is the gradient, which ends in one packed tensor.
+
+The floor counts each byte once, for E = batch · heads · tokens · head_dim elements: forward reads q, k and v and writes
+the output, 4E. Forward and backward together, 11E: backward reads q, k, v and the output's gradient and writes three
+gradients, and nothing of the forward can still be in the cache by then.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linvit.attention import Mechanism, TokenGrid, create_attention
+from linvit.errors import LinvitError, unknown
+from linvit.measurement import clock
+
+PASSES = ("forward", "forward+backward")
+ELEMENTS = {"forward": 4, "forward+backward": 11}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Relative RMS against float64 of the same rounded inputs: output, gradient.
+TOLERANCES = {"bf16": (5e-3, 1e-2), "fp16": (5e-3, 1e-2), "fp32": (1e-3, 1e-3)}
+CHECKED_BYTES = 4 * 2**30
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v and the block's input x
+
+
+@dataclass(frozen=True)
+class OpShape:
+    batch: int
+    heads: int
+    head_dim: int
+    tokens: int
+
+    @property
+    def elements(self) -> int:
+        return self.batch * self.heads * self.head_dim * self.tokens
+
+    @property
+    def grid(self) -> TokenGrid:
+        """The squarest grid of that many tokens, for mechanisms that look at it."""
+        height = next(h for h in range(math.isqrt(self.tokens), 0, -1) if self.tokens % h == 0)
+        return TokenGrid(height, self.tokens // height)
+
+    def __str__(self) -> str:
+        return f"{self.batch}, {self.heads}, {self.head_dim}, {self.tokens}"
+
+
+def shapes(batch: list[int], heads: list[int], head_dim: list[int], tokens: list[int]) -> list[OpShape]:
+    """The grid of shapes, little work first: an interrupted run has measured the most."""
+    every = [OpShape(b, h, d, n) for b in batch for h in heads for d in head_dim for n in tokens]
+    return sorted(every, key=lambda s: (s.elements * s.tokens, s.elements, s.batch))
+
+
+PRESETS: dict[str, list[OpShape]] = {
+    "deit": shapes([64], [6], [64], [196, 784, 3136, 12544]),
+    "grid": shapes([1, 8, 64], [3, 6, 12], [16, 32, 64], [196, 256, 576, 784, 1024, 3136, 4096, 12544]),
+    "cpu": shapes([1], [6], [64], [196, 576, 1024, 2304, 4096]),
+}
+
+
+def floor_ms(shape: OpShape, which: str, dtype: str, bandwidth: float) -> float:
+    """The least time the fewest bytes take at the bandwidth measured in the same run."""
+    return ELEMENTS[which] * shape.elements * DTYPES[dtype].itemsize / bandwidth * 1e3
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to attend, and the float64 truth it is held against."""
+
+    attend: Attention
+    exact: Attention
+    parameters: tuple[Tensor, ...] = ()
+
+
+def implementations(
+    mechanism: str, options: dict[str, Any], shape: OpShape, device: torch.device
+) -> dict[str, Callable[[], Implementation]]:
+    """What is compared. Built when its turn comes: compiling is dear and may fail."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"heads": shape.heads, "head_dim": shape.head_dim, "grid": shape.grid}
+    ours = create_attention(mechanism, **sizes, **options).to(device)
+    plain = create_attention(mechanism, **sizes, **options, impl="reference").to(device)
+    truth = create_attention(mechanism, **sizes, **options, impl="reference").to(device).double()
+    for twin in (plain, truth):
+        twin.load_state_dict(ours.state_dict())
+    exact = partial(_attend, truth, shape.grid)
+
+    def build(module: Mechanism) -> Implementation:
+        return Implementation(partial(_attend, module, shape.grid), exact, tuple(module.parameters()))
+
+    def compiled() -> Implementation:
+        torch._dynamo.reset()
+        attend = torch.compile(partial(_attend, plain, shape.grid), dynamic=False)
+        return Implementation(attend, exact, tuple(plain.parameters()))
+
+    return {
+        "ours": lambda: build(ours),
+        "sdpa": lambda: Implementation(_sdpa, _softmax),
+        "reference": lambda: build(plain),
+        "compiled": compiled,
+    }
+
+
+def _attend(mechanism: Mechanism, grid: TokenGrid, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return _merge(mechanism(q, k, v, grid, x=x if mechanism.capabilities.input else None))
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return _merge(F.scaled_dot_product_attention(q, k, v))
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Written out, one head at a time: the N×N matrix of one head in float64 is enough."""
+    heads = [
+        (q[:, h] @ k[:, h].transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v[:, h] for h in range(q.shape[1])
+    ]
+    return _merge(torch.stack(heads, 1))
+
+
+def _merge(out: Tensor) -> Tensor:
+    """What the output projection reads: `(batch, tokens, channels)`, a view if the memory lies that way."""
+    return out.transpose(1, 2).flatten(2)
+
+
+class Inputs:
+    """One set: the packed projection, the block's input and the output's gradient."""
+
+    def __init__(self, shape: OpShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, device=device).to(dtype)
+
+        channels = shape.heads * shape.head_dim
+        self.packed = draw(shape.batch, shape.tokens, 3, shape.heads, shape.head_dim)
+        self.x = draw(shape.batch, shape.tokens, channels)
+        self.gradient = draw(shape.batch, shape.tokens, channels)
+
+    def first(self, batch: int) -> Inputs:
+        """The first few images, in float64."""
+        part = object.__new__(Inputs)
+        part.packed, part.x, part.gradient = (t[:batch].double() for t in (self.packed, self.x, self.gradient))
+        return part
+
+    def call(self, attend: Attention, which: str, parameters: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+        """One pass: the output, and in forward+backward the gradient of the packed projection and of the rest."""
+        if which == "forward":
+            with torch.no_grad():
+                return (attend(*self._unpacked(self.packed), self.x),)
+        packed = self.packed.detach().requires_grad_()
+        out = attend(*self._unpacked(packed), self.x)
+        return (out, *torch.autograd.grad(out, (packed, *parameters), self.gradient, allow_unused=True))
+
+    @staticmethod
+    def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+
+
+def check(implementation: Implementation, inputs: Inputs, shape: OpShape, which: str, dtype: str) -> dict[str, float]:
+    """Relative RMS error against float64: of the output, and of the packed gradient. Images do not mix, so a few do."""
+    per_image = 4 * shape.heads * shape.tokens * max(shape.tokens, 16 * shape.head_dim) * 8
+    some = max(1, min(shape.batch, CHECKED_BYTES // per_image))
+    ours = inputs.call(implementation.attend, which, implementation.parameters)
+    truth = inputs.first(some).call(implementation.exact, which)
+    names = ("output", "gradient")
+    errors = {name: relative_rms(o[:some], t) for name, o, t in zip(names, ours, truth, strict=False)}
+    if not all(bool(o.isfinite().all()) for o in ours[:2]):
+        errors["output"] = math.inf
+    return errors
+
+
+def relative_rms(ours: Tensor, truth: Tensor) -> float:
+    """‖ours − truth‖ / ‖truth‖; infinite where ours is not a number."""
+    ours, truth = ours.detach(), truth.detach()
+    error = (ours.double() - truth).pow(2).mean() / truth.pow(2).mean().clamp_min(1e-300)
+    return float(error.sqrt().nan_to_num(nan=math.inf))
+
+
+def measure(
+    build: Callable[[], Implementation],
+    shape: OpShape,
+    which: str,
+    dtype: str,
+    device: torch.device,
+    *,
+    budget: float = 0.2,
+) -> dict[str, Any]:
+    """One row of the result: errors first, then times and memory, or why there are none."""
+    try:
+        implementation = build()
+        inputs = Inputs(shape, DTYPES[dtype], device, seed=0)
+        errors = check(implementation, inputs, shape, which, dtype)
+        limits = dict(zip(("output", "gradient"), TOLERANCES[dtype], strict=True))
+        if any(not error <= limits[name] for name, error in errors.items()):
+            return {"status": "wrong", "errors": {n: min(e, 1e30) for n, e in errors.items()}}
+        del inputs
+        return {"status": "ok", "errors": errors, **_time(implementation, shape, which, dtype, device, budget)}
+    except torch.OutOfMemoryError:
+        return {"status": "out of memory"}
+    except LinvitError:
+        raise
+    except Exception as reason:  # a compiler or a driver that fails must not cost the rows that are still to come
+        return {"status": "failed", "reason": f"{type(reason).__name__}: {reason}".splitlines()[0][:300]}
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _time(
+    implementation: Implementation, shape: OpShape, which: str, dtype: str, device: torch.device, budget: float
+) -> dict[str, Any]:
+    set_bytes = 4 * shape.elements * DTYPES[dtype].itemsize
+    sets = [Inputs(shape, DTYPES[dtype], device, seed) for seed in range(clock.sets_for(set_bytes, device))]
+    calls = [partial(s.call, implementation.attend, which, implementation.parameters) for s in sets]
+    row: dict[str, Any] = {"peak_bytes": clock.peak_memory(calls[0], device), "input_sets": len(sets)}
+    if device.type == "cuda":
+        row["graph_ms"] = asdict(clock.graph(calls, budget=budget))
+        row["eager_ms"] = asdict(clock.eager(calls, device, budget=budget / 4))
+    else:
+        row["eager_ms"] = asdict(clock.eager(calls, device, budget=budget))
+    return row
+
+
+def sweep(
+    mechanism: str,
+    over: list[OpShape],
+    *,
+    dtype: str,
+    device: torch.device,
+    passes: tuple[str, ...] = PASSES,
+    compared: tuple[str, ...] = ("ours", "sdpa", "reference", "compiled"),
+    options: dict[str, Any] | None = None,
+    done: frozenset[tuple[Any, ...]] = frozenset(),
+    budget: float = 0.2,
+    build: Callable[..., dict[str, Callable[[], Implementation]]] = implementations,
+) -> Iterator[dict[str, Any]]:
+    """Rows, as they are measured; `done` holds the keys of those a resumed run has already."""
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    for shape in over:
+        todo = [(name, which) for name in compared for which in passes if key(shape, name, which) not in done]
+        if not todo:
+            continue
+        found = build(mechanism, options or {}, shape, device)
+        for name, which in todo:
+            if name not in found:
+                raise unknown("implementation", name, found)
+            row = measure(found[name], shape, which, dtype, device, budget=budget)
+            yield {**asdict(shape), "implementation": name, "pass": which, **row}
+
+
+def key(shape: OpShape, implementation: str, which: str) -> tuple[Any, ...]:
+    return (shape.batch, shape.heads, shape.head_dim, shape.tokens, implementation, which)
+
+
+def time_of(row: dict[str, Any]) -> float | None:
+    """The median that counts: of the graph where there is one, else of plain calls. None where the check was red."""
+    if row["status"] != "ok":
+        return None
+    return float(row.get("graph_ms", row["eager_ms"])["median"])

@@ -1,0 +1,112 @@
+"""`linvit bench` on the CPU with tiny shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from linvit.measurement import model_speed, speed
+from tests.cli.conftest import Outcome
+
+SMALL = ["--batch", "1", "--heads", "2", "--head-dim", "8", "--budget", "0.005", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linvit.measurement.clock.copy_bandwidth", lambda device: 1e10)
+
+
+def test_op_writes_a_result_and_prints_a_table(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    path, picture = tmp_path / "op.json", tmp_path / "op.png"
+    asked = [*SMALL, "--tokens", "16,49", "--compared", "ours,sdpa", "-o", str(path), "--plot", str(picture)]
+    outcome = linvit("bench", "op", "-m", "stella", *asked)
+    assert outcome.code == 0, outcome.err
+    assert "1, 2, 8, 49" in outcome.out and "forward+backward" in outcome.out and "×" in outcome.out
+    result = json.loads(path.read_text())
+    assert result["kind"] == "bench op" and result["complete"] and result["bandwidth"] == 1e10
+    assert result["floor_elements"] == {"forward": 4, "forward+backward": 11}
+    assert len(result["rows"]) == 2 * 2 * 2 and all(r["status"] == "ok" for r in result["rows"])
+    assert {"hardware", "torch", "triton", "commit", "source", "command", "time"} <= result["environment"].keys()
+    assert picture.stat().st_size > 10_000
+    again = linvit("bench", "op", "--from", str(path), "--json")
+    assert again.json == result
+
+
+def test_op_resumes(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    path = tmp_path / "op.json"
+    asked = ["bench", "op", *SMALL, "--compared", "ours,sdpa", "--passes", "forward"]
+    assert linvit(*asked, "--tokens", "16", "-o", str(path)).code == 0
+    first = json.loads(path.read_text())["rows"]
+    assert linvit(*asked, "--tokens", "16,20", "--resume", str(path)).code == 0
+    second = json.loads(path.read_text())["rows"]
+    assert second[:2] == first and [r["tokens"] for r in second] == [16, 16, 20, 20]
+    refused = linvit(*asked, "--tokens", "16", "-o", str(path))
+    assert refused.code == 2 and "not edited" in refused.err
+
+
+def test_op_with_a_red_check(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_sdpa", lambda q, k, v, x: speed._merge(v))
+    outcome = linvit("bench", "op", *SMALL, "--tokens", "16", "--compared", "sdpa", "-o", str(tmp_path / "op.json"))
+    assert outcome.code == 1
+    assert "wrong" in outcome.out and "±" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["--mechanism", "stela"], "did you mean stella"),
+        (["--tokens", "many"], "whole numbers"),
+        (["--tokens", "0"], "at least 1"),
+        (["--dtype", "fp31"], "unknown dtype"),
+        (["--preset", "huge"], "known: deit, grid, cpu"),
+        (["--compared", "ours,theirs"], "unknown choice 'theirs'"),
+        (["--device", "tpu"], "unknown device"),
+        (["--from", "nowhere.json"], "cannot read"),
+        (["--option", "eps"], "name=value"),
+    ],
+)
+def test_mistakes_are_one_line(
+    linvit: Callable[..., Outcome], args: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = linvit("bench", "op", "--device", "cpu", *args)
+    assert outcome.code == 2 and says in outcome.err and outcome.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_model(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(model, to, **options):
+        for block in model.blocks:
+            block.attn.fused_attn = False
+        return to
+
+    monkeypatch.setattr("linvit.convert", convert, raising=False)
+    path = tmp_path / "model.json"
+    asked = ["test_vit", "--resolution", "32,64", "--batch", "2", "--modes", "eager", "--budget", "0.01"]
+    outcome = linvit("bench", "model", *asked, "--device", "cpu", "-o", str(path))
+    assert outcome.code == 0, outcome.err
+    result = json.loads(path.read_text())
+    assert [model_speed.key(r)[:1] + model_speed.key(r)[2:] for r in result["rows"]] == [
+        (res, which, "eager", attention)
+        for res in (32, 64)
+        for which in ("inference", "training")
+        for attention in ("softmax", "converted")
+    ]
+    assert all(r["status"] == "ok" and r["images_per_second"] > 0 and r["error"] < 1e-3 for r in result["rows"])
+    assert linvit("bench", "model", "vit_tny", "-o", str(tmp_path / "other.json")).code == 2
+
+
+def test_scaling(linvit: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = linvit("bench", "scaling", "-m", "stella", "--tokens", "1024", "--json")
+    (found,) = outcome.json
+    assert found["mechanism"] == "stella" and found["tokens"] == [1024, 2048]
+    assert found["linear"] == (found["ratio"] < 2.6) and outcome.code == (0 if found["linear"] else 1)
+    times = iter([1.0, 4.0] * 200)
+    monkeypatch.setattr("linvit.measurement.scaling._once", lambda call: next(times))
+    outcome = linvit("bench", "scaling", "-m", "stella", "--tokens", "64")
+    assert outcome.code == 1 and "over 2.6" in outcome.out
+    outcome = linvit("bench", "scaling", "-m", "softmax")
+    assert outcome.code == 2 and "not a mechanism that is declared linear" in outcome.err

@@ -1,0 +1,155 @@
+"""The bench measures what is right, keeps what it measured, and prints no speed for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from linvit.errors import LinvitError
+from linvit.measurement import clock, record, speed
+from linvit.measurement.side_by_side import compare_models, compare_op
+
+CPU = torch.device("cpu")
+SHAPE = speed.OpShape(2, 2, 8, 49)
+
+
+def rows(build: Callable[..., Any] = speed.implementations, **changes: Any) -> list[dict[str, Any]]:
+    settings = {"dtype": "fp32", "device": CPU, "compared": ("ours", "sdpa", "reference"), "budget": 0.005, **changes}
+    return list(speed.sweep("stella", [SHAPE], build=build, **settings))
+
+
+@pytest.mark.parametrize("mechanism", ["stella", "softmax", "relu_quadratic", "qt", "relu_linear"])
+def test_every_row_is_checked_and_timed(mechanism: str) -> None:
+    found = list(
+        speed.sweep(mechanism, [SHAPE], dtype="fp32", device=CPU, compared=("ours", "sdpa", "reference"), budget=0.005)
+    )
+    assert [(r["implementation"], r["pass"]) for r in found] == [
+        (name, which) for name in ("ours", "sdpa", "reference") for which in speed.PASSES
+    ]
+    for row in found:
+        assert row["status"] == "ok", row
+        assert row["errors"].keys() == ({"output"} if row["pass"] == "forward" else {"output", "gradient"})
+        assert 0 < row["eager_ms"]["low"] <= row["eager_ms"]["median"] <= row["eager_ms"]["high"]
+        out_bytes = SHAPE.elements * 4
+        assert row["peak_bytes"] >= (out_bytes if row["pass"] == "forward" else 4 * out_bytes)
+
+
+@pytest.mark.parametrize("fault", ["output", "gradient", "nan", "crash"])
+def test_a_wrong_implementation_gets_no_speed(fault: str) -> None:
+    def faulty(*args: Any) -> dict[str, Callable[[], speed.Implementation]]:
+        right = speed.implementations(*args)["reference"]()
+
+        def attend(q, k, v, x):
+            out = right.attend(q, k, v, x)
+            if fault == "crash":
+                raise RuntimeError("no such kernel\nand a long story")
+            if fault == "nan":
+                out = out.clone()
+                out[-1, -1, -1] = float("nan")
+            return out * 1.01 if fault == "output" else out + 0.1 * (v.sum() - v.sum().detach())
+
+        return {"ours": lambda: replace(right, attend=attend)}
+
+    found = {r["pass"]: r for r in rows(faulty, compared=("ours",))}
+    red = found["forward+backward"]
+    assert red["status"] == ("failed" if fault == "crash" else "wrong")
+    assert "eager_ms" not in red and "peak_bytes" not in red
+    assert speed.time_of(red) is None
+    assert (found["forward"]["status"] == "ok") == (fault == "gradient")
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_floor_counts_each_byte_once() -> None:
+    q_k_v_and_out = 4 * 2 * 2 * 8 * 49 * 2
+    assert speed.floor_ms(SHAPE, "forward", "bf16", 1e12) == pytest.approx(q_k_v_and_out / 1e9)
+    assert speed.floor_ms(SHAPE, "forward+backward", "bf16", 1e12) == pytest.approx(q_k_v_and_out / 1e9 * 11 / 4)
+
+
+def test_shapes_come_little_work_first() -> None:
+    over = speed.PRESETS["grid"]
+    assert len(over) == 3 * 3 * 3 * 8
+    assert over[0] == speed.OpShape(1, 3, 16, 196) and over[-1] == speed.OpShape(64, 12, 64, 12544)
+    assert speed.OpShape(1, 1, 1, 12545).grid.tokens == 12545
+
+
+def test_done_rows_are_skipped() -> None:
+    done = frozenset(speed.key(SHAPE, "ours", which) for which in speed.PASSES)
+    assert {r["implementation"] for r in rows(done=done)} == {"sdpa", "reference"}
+
+
+def test_peak_memory_on_the_cpu() -> None:
+    a = torch.ones(256, 1024)
+    assert clock.peak_memory(lambda: (a + 1) * 2, CPU) == pytest.approx(2 * 2**20, rel=1e-3)
+
+
+def test_timing_and_input_sets() -> None:
+    timing = clock.Timing.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (timing.low, timing.median, timing.high) == (2.0, 3.0, 4.0)
+    assert clock.sets_for(2**40, CPU) == 1 and clock.sets_for(1, CPU) == 4
+
+
+class TestResultFile:
+    head = {"kind": "bench op", "dtype": "fp32"}
+
+    def test_rows_are_on_disk_at_once_and_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "sub" / "result.json"
+        file = record.ResultFile(path, self.head, record.environment(CPU))
+        file.add({"n": 1})
+        assert json.loads(path.read_text())["rows"] == [{"n": 1}]
+        with pytest.raises(ValueError):
+            file.add({"n": float("nan")})
+        assert json.loads(path.read_text())["rows"] == [{"n": 1}]
+        assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+
+    def test_resume(self, tmp_path: Path) -> None:
+        path = tmp_path / "result.json"
+        record.ResultFile(path, self.head, record.environment(CPU)).add({"n": 1})
+        file = record.ResultFile(path, self.head, record.environment(CPU), resume=True)
+        file.add({"n": 2})
+        assert file.finish()["complete"] and record.read_result(path)["rows"] == [{"n": 1}, {"n": 2}]
+
+    def test_never_overwritten_and_never_mixed(self, tmp_path: Path) -> None:
+        path = tmp_path / "result.json"
+        record.ResultFile(path, self.head, record.environment(CPU)).add({"n": 1})
+        with pytest.raises(LinvitError, match="not edited"):
+            record.ResultFile(path, self.head, record.environment(CPU))
+        with pytest.raises(LinvitError, match="dtype fp32, not bf16"):
+            record.ResultFile(path, self.head | {"dtype": "bf16"}, record.environment(CPU), resume=True)
+        other = record.environment(CPU) | {"hardware": "another"}
+        with pytest.raises(LinvitError, match="hardware"):
+            record.ResultFile(path, self.head, other, resume=True)
+        path.write_text("{")
+        with pytest.raises(LinvitError, match="cannot read"):
+            record.read_result(path)
+
+
+def test_environment_says_where_a_number_comes_from() -> None:
+    found = record.environment("cpu", ["linvit", "bench"])
+    assert found["command"] == "linvit bench" and found["torch"] == torch.__version__
+    assert len(found["source"]) == 16 and found["hardware"] and found["time"].endswith("+00:00")
+
+
+def test_side_by_side_ratios() -> None:
+    def row(name: str, ms: float, status: str = "ok") -> dict[str, Any]:
+        sizes = {"batch": 1, "heads": 1, "head_dim": 8, "tokens": 16, "pass": "forward"}
+        return {**sizes, "implementation": name, "status": status, "eager_ms": {"median": ms}}
+
+    result = {"dtype": "fp32", "bandwidth": 4 * 128 * 4 * 1e3}  # the floor is one millisecond
+    (line,) = compare_op(result | {"rows": [row("ours", 2.0), row("sdpa", 6.0), row("compiled", 9.0, "wrong")]})
+    assert line["times_floor"] == pytest.approx(2) and line["faster_than"]["sdpa"] == pytest.approx(3)
+    assert line["faster_than"]["compiled"] is None and line["faster_than"]["reference"] is None
+
+
+def test_side_by_side_models() -> None:
+    def row(attention: str, speed: float, peak: int) -> dict[str, Any]:
+        where = {"resolution": 224, "batch": 8, "pass": "inference", "mode": "eager"}
+        return {**where, "attention": attention, "status": "ok", "images_per_second": speed, "peak_bytes": peak}
+
+    (line,) = compare_models({"rows": [row("softmax", 100.0, 200), row("converted", 150.0, 100)]})
+    assert line["ratio"] == 1.5 and line["memory_ratio"] == 0.5
