@@ -61,6 +61,7 @@ class QuadraticTaylor(LinearAttention):
     """QT-ViT's quadratic Taylor attention with its optional position on keys and BatchNorm + GELU shortcut."""
 
     variants = ("released", "exact", "compact")
+    builds_on_grid = True
     examples = ({}, {"beta": 1.0, "variant": "compact"}, {"shortcut": True}, {"position": True, "shortcut": True})
 
     def __init__(

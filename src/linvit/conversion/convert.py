@@ -1,0 +1,200 @@
+"""Swap the attention of a model by a plan: in place, every weight kept, and a report of what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from linvit.attention import Mechanism, TokenGrid, create_attention, mechanism_class
+from linvit.conversion.host import Grids, Host
+from linvit.conversion.hosts import host_for
+from linvit.conversion.plan import Choice, Plan, as_plan
+from linvit.errors import LinvitError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What happened to one host."""
+
+    index: int
+    name: str
+    before: str
+    after: str
+    dropped: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        dropped = f"  (gave up {', '.join(self.dropped)})" if self.dropped else ""
+        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{dropped}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did, layer by layer."""
+
+    plan: str
+    layers: tuple[Layer, ...] = ()
+    new_parameters: int = 0
+    removed: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        changed = sum(layer.before != layer.after for layer in self.layers)
+        head = (
+            f"plan {self.plan}: {changed} of {len(self.layers)} layers changed, {self.new_parameters:,} new parameters"
+        )
+        gone = [f"removed {len(self.removed)} parameters of dropped features"] if self.removed else []
+        return "\n".join([head, *(f"  {layer}" for layer in self.layers), *gone])
+
+
+def find_hosts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The attention modules that can be converted, with their names, in the order of the model."""
+    return [(name, module) for name, module in model.named_modules() if host_for(module) is not None]
+
+
+def convert(
+    model: nn.Module,
+    plan: str | Plan,
+    *,
+    drop: Iterable[str] = (),
+    input_size: tuple[int, int] | None = None,
+    impl: str = "auto",
+    **options: Any,
+) -> Report:
+    """Give the model's attention layers the mechanisms of a plan.
+
+    `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. What a
+    mechanism cannot honour (a relative bias, say) is an error unless `drop` names it. `input_size` is the image size
+    that learned positions are laid out for; the model's own by default. Nothing is touched before everything fits.
+    """
+    plan = as_plan(plan, **options)
+    hosts = find_hosts(model)
+    if not hosts:
+        raise LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
+    given_up = {*drop, *plan.drop}
+    choices = plan.choices([name for name, _ in hosts])
+    grids = probe_grids(model, hosts, choices, input_size)
+    steps = []
+    for (name, module), choice in zip(hosts, choices, strict=True):
+        if choice is None:
+            continue
+        mechanism = build_mechanism(module, choice, grids.get(name), impl)
+        steps.append((name, module, choice, mechanism, check(name, module, mechanism, given_up)))
+    before = {name for name, _ in model.named_parameters()}
+    was = {name: current_mechanism(module) for name, module in hosts}
+    for _, module, _, mechanism, dropped in steps:
+        swap(module, mechanism, dropped)
+    for kind in {type(module) for _, module, *_ in steps}:
+        assert issubclass(kind, Host)
+        kind.prepare(model, hosts)
+    after = dict(model.named_parameters())
+    done = {name: (str(choice), dropped) for name, _, choice, _, dropped in steps}
+    return Report(
+        plan.name,
+        tuple(Layer(i, name, was[name], *done.get(name, (was[name], ()))) for i, (name, _) in enumerate(hosts)),
+        sum(p.numel() for n, p in after.items() if n not in before),
+        tuple(sorted(before - after.keys())),
+    )
+
+
+def current_mechanism(module: nn.Module) -> str:
+    """The name of the mechanism an attention module has now."""
+    if isinstance(module, Host):
+        return module.mechanism.name
+    host = host_for(module)
+    assert host is not None
+    return host.native
+
+
+def build_mechanism(module: nn.Module, choice: Choice, grid: TokenGrid | None, impl: str) -> Mechanism:
+    """The mechanism for one host, on its device and in its dtype."""
+    host = host_for(module)
+    assert host is not None
+    shape = host.shape(module)
+    options = {**host.defaults(module, choice.mechanism), **choice.options}
+    mechanism = create_attention(
+        choice.mechanism,
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        dim=shape.dim,
+        grid=grid or shape.grid,
+        impl=impl,
+        **options,
+    )
+    like = next(module.parameters())
+    return mechanism.to(device=like.device, dtype=like.dtype).train(module.training)
+
+
+def check(name: str, module: nn.Module, mechanism: Mechanism, drop: set[str]) -> tuple[str, ...]:
+    """The features given up here, or an error naming what the mechanism cannot honour."""
+    host = host_for(module)
+    assert host is not None
+    if mechanism.capabilities.between:
+        raise LinvitError(f"{mechanism.name} adds a step between attention and MLP, which {name} has no place for")
+    dropped = []
+    for ask in host.asks(module):
+        if ask.honoured_by(mechanism):
+            continue
+        if not ask.droppable:
+            raise LinvitError(f"{mechanism.name} cannot serve {name}: it has {ask.feature}")
+        if ask.feature not in drop:
+            raise LinvitError(
+                f"{mechanism.name} cannot honour the {ask.feature} of {name}; drop=('{ask.feature}',) gives it up"
+            )
+        dropped.append(ask.feature)
+    return tuple(dropped)
+
+
+def swap(module: nn.Module, mechanism: Mechanism, dropped: tuple[str, ...]) -> None:
+    """Make the module a host of the mechanism, in place."""
+    host = host_for(module)
+    assert host is not None
+    for feature in dropped:
+        host.give_up(module, feature)
+    module.__class__ = host
+    module.mechanism = mechanism
+
+
+def probe_grids(
+    model: nn.Module,
+    hosts: list[tuple[str, nn.Module]],
+    choices: list[Choice | None],
+    input_size: tuple[int, int] | None,
+) -> dict[str, TokenGrid]:
+    """The grid each host sees, where a chosen mechanism has parameters laid out for it: one pass on the meta device."""
+    if not any(choice is not None and mechanism_class(choice.mechanism).builds_on_grid for choice in choices):
+        return {}
+    size = input_size or tuple((getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))[-2:])
+    found: dict[str, TokenGrid] = {}
+    image = Grids()
+    handles = []
+    for owner in model.modules():
+        embed = getattr(owner, "patch_embed", None)
+        if isinstance(embed, nn.Module):
+            image.prefix = getattr(owner, "num_prefix_tokens", 0)
+            handles.append(embed.register_forward_pre_hook(image.before_patches))
+    for name, module in hosts:
+        host = host_for(module)
+        assert host is not None
+
+        def see(module: nn.Module, args: tuple[Any, ...], name: str = name, host: type[Host] = host) -> None:
+            grid = host.grid(module, args, image)
+            if grid is not None:
+                found[name] = grid
+
+        handles.append(module.register_forward_pre_hook(see))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    channels = getattr(model, "in_chans", 3)
+    training = model.training
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(model.eval(), meta, (torch.empty(1, channels, *size, device="meta"),))
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    return found

@@ -1,0 +1,129 @@
+"""Which layers' hosts get which mechanism.
+
+A plan is an ordered list of rules and a default; the first rule that matches a host decides. "MixA with k = 6" is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from linvit.attention import list_mechanisms, mechanism_class
+from linvit.errors import LinvitError, unknown
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mechanism and its options."""
+
+    mechanism: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        mechanism_class(self.mechanism)
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{k}={v}" for k, v in self.options.items())
+        return f"{self.mechanism}({options})" if options else self.mechanism
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What hosts at these positions, or with names that this pattern finds, get; `None` keeps them as they are."""
+
+    choice: Choice | None
+    layers: tuple[int, ...] | None = None
+    pattern: str | None = None
+    optional: bool = False  # a model without such a layer is no mistake
+
+    def matches(self, index: int, name: str) -> bool:
+        by_index = self.layers is None or index in self.layers
+        return by_index and (self.pattern is None or re.search(self.pattern, name) is not None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rules in order, then the default; `None` keeps a host. `drop` names what linear mechanisms may give up."""
+
+    name: str
+    default: Choice | None
+    rules: tuple[Rule, ...] = ()
+    drop: tuple[str, ...] = ()
+
+    def choices(self, names: Sequence[str]) -> list[Choice | None]:
+        """The choice for each host, in the order of the model."""
+        for rule in self.rules:
+            beyond = [layer for layer in rule.layers or () if not 0 <= layer < len(names)]
+            if beyond:
+                raise LinvitError(
+                    f"plan {self.name} names layer {beyond[0]}, but the model has layers 0–{len(names) - 1}"
+                )
+            if not rule.optional and not any(rule.matches(i, name) for i, name in enumerate(names)):
+                raise LinvitError(f"a rule of plan {self.name} matches no layer: pattern '{rule.pattern}'")
+        return [self._choice(i, name) for i, name in enumerate(names)]
+
+    def _choice(self, index: int, name: str) -> Choice | None:
+        for rule in self.rules:
+            if rule.matches(index, name):
+                return rule.choice
+        return self.default
+
+
+def mixa(*, keep: int | Sequence[int] = 6) -> Plan:
+    """MixA: ReLU-quadratic attention in `keep` layers, SteLLA in the others.
+
+    `keep` lists the quadratic layers or counts them from the first; the paper keeps 6 and does not say which.
+    """
+    layers = tuple(range(keep)) if isinstance(keep, int) else tuple(keep)
+    rules = (Rule(Choice("relu_quadratic"), layers=layers),) if layers else ()
+    return Plan("mixa", Choice("stella"), rules, drop=("relative_bias", "shift_mask"))
+
+
+def castling(*, sparse: bool = True, **options: Any) -> Plan:
+    """Castling-ViT: linear-angular attention with its depthwise residual and its train-only sparse softmax branch."""
+    choice = Choice("castling", {"sparse": sparse, **options})
+    return Plan("castling", choice, drop=("relative_bias", "shift_mask", "talking_heads"))
+
+
+def qt(*, position: bool = True, shortcut: bool = True, **options: Any) -> Plan:
+    """QT-ViT: quadratic Taylor attention with absolute position on keys and the BatchNorm + GELU shortcut."""
+    choice = Choice("qt", {"position": position, "shortcut": shortcut, **options})
+    return Plan("qt", choice, drop=("relative_bias", "shift_mask", "talking_heads"))
+
+
+def mobile(**options: Any) -> Plan:
+    """Mobile-Attention. It needs as many keys as queries, so PVTv2's pooling goes; hosts that subsample their queries
+    keep softmax."""
+    subsampling = Rule(Choice("softmax"), pattern=r"downsample", optional=True)
+    return Plan(
+        "mobile",
+        Choice("mobile", options),
+        (subsampling,),
+        drop=("relative_bias", "shift_mask", "talking_heads", "pooling"),
+    )
+
+
+PLANS: dict[str, Callable[..., Plan]] = {"mixa": mixa, "castling": castling, "qt": qt, "mobile": mobile}
+
+
+def list_plans() -> list[str]:
+    """The named plans; every mechanism's name is a plan as well."""
+    return sorted(PLANS)
+
+
+def as_plan(plan: str | Plan, **options: Any) -> Plan:
+    """A plan from a plan's or a mechanism's name and its options."""
+    if isinstance(plan, Plan):
+        if options:
+            raise LinvitError(f"options go with a plan's name, not with a finished plan: {', '.join(options)}")
+        return plan
+    if plan in PLANS:
+        try:
+            return PLANS[plan](**options)
+        except TypeError as error:
+            raise LinvitError(f"plan {plan}: {error}") from None
+    if plan not in list_mechanisms():
+        raise unknown("plan", plan, {*PLANS, *list_mechanisms()})
+    return Plan(plan, Choice(plan, options))

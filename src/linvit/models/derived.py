@@ -1,0 +1,85 @@
+"""The papers' models that are timm models with another mechanism: one line each, no second copy of an architecture.
+
+Every entry builds its timm base (any keyword argument of it is accepted, `features_only` too) and converts it by a
+plan. A softmax checkpoint of the base loads into it with every shared weight in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import timm
+from timm.models import get_pretrained_cfg
+from torch import nn
+
+from linvit.conversion import Plan, convert
+from linvit.conversion.plan import as_plan, castling, mixa, mobile, qt
+from linvit.models.registration import add_model, default_cfg
+
+KEPT = ("input_size", "pool_size", "crop_pct", "interpolation", "mean", "std", "first_conv", "classifier")
+
+
+def derived(name: str, base: str, plan: Callable[..., Plan], options: Sequence[str] = (), **fixed: Any) -> None:
+    """Register `name`: the timm model `base`, built with `fixed`, converted by `plan`.
+
+    Keyword arguments of `timm.create_model` named in `options` go to the plan, the others to the base.
+    """
+    published = get_pretrained_cfg(base)
+    cfg = default_cfg(**{key: getattr(published, key) for key in KEPT}) if published else default_cfg()
+
+    def build(name: str, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None, **kwargs: Any) -> nn.Module:
+        chosen = plan(**{key: kwargs.pop(key) for key in options if key in kwargs})
+        size = kwargs.get("img_size", 224)
+        if base.startswith("efficientvit"):
+            kwargs.pop("img_size", None)  # fully convolutional: only the learned positions have a size
+        model = timm.create_model(base, **{**fixed, **kwargs})
+        convert(model, chosen, input_size=(size, size) if isinstance(size, int) else tuple(size))
+        num_classes = kwargs.get("num_classes", cfg["num_classes"])
+        named: Any = {**cfg, "architecture": name, "num_classes": num_classes}
+        model.pretrained_cfg = model.default_cfg = named
+        return model
+
+    start = f"linvit.convert(timm.create_model('{base}', pretrained=True), …)"
+    add_model(__name__, name, build, cfg, instead=f"start from softmax ones with {start}")
+
+
+def with_options(plan: Callable[..., Plan], /, **preset: Any) -> Callable[..., Plan]:
+    """The plan with some options set beforehand."""
+    return lambda **options: plan(**{**preset, **options})
+
+
+for number, size in enumerate(("b1", "b2", "b3", "l1", "l2", "l3"), start=1):
+    derived(f"qtvit_{number}", f"efficientvit_{size}", qt, ("variant",))
+    derived(f"qtvit_{number}_noape", f"efficientvit_{size}", with_options(qt, position=False), ("variant",))
+
+ANY_SIZE: dict[str, Any] = {"dynamic_img_size": True, "dynamic_img_pad": True}
+for size in ("tiny", "small"):
+    deit, swin = f"deit_{size}_patch16_224", f"swin_{size}_patch4_window7_224"
+    derived(f"mixa_deit_{size}_p14", deit, mixa, ("keep",), patch_size=14, **ANY_SIZE)
+    derived(f"mixa_swin_{size}_w14", swin, mixa, ("keep",), window_size=14, strict_img_size=False)
+
+MOBILE = ("variant", "small_head_dim")
+for size in ("tiny", "small", "base"):
+    derived(f"mobile_deit_{size}", f"deit_{size}_patch16_224", mobile, MOBILE, **ANY_SIZE)
+for size in ("b0", "b2", "b3"):
+    derived(f"mobile_pvt_v2_{size}", f"pvt_v2_{size}", mobile, MOBILE)
+for size in ("s0", "s2", "l"):
+    derived(f"mobile_efficientformerv2_{size}", f"efficientformerv2_{size}", mobile, MOBILE)
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "vanilla": {"small_head_dim": None},
+    "se": {"competition": False, "gate": "se"},
+    "glu": {"competition": False, "gate": "glu"},
+    "nocompete": {"competition": False},
+}
+for ablation, preset in ABLATIONS.items():
+    derived(f"mobile_deit_small_{ablation}", "deit_small_patch16_224", with_options(mobile, **preset), **ANY_SIZE)
+derived("hydra_deit_small", "deit_small_patch16_224", with_options(as_plan, plan="hydra"), **ANY_SIZE)
+
+for size in ("tiny", "small", "base"):
+    derived(f"castling_deit_{size}", f"deit_{size}_patch16_224", castling, ("sparse",), **ANY_SIZE)
+    distilled = f"deit_{size}_distilled_patch16_224"
+    derived(f"castling_deit_{size}_distilled", distilled, castling, ("sparse",), **ANY_SIZE)
+    derived(f"castling_mvitv2_{size}", f"mvitv2_{size}", castling, ("sparse",))
+for size in ("128", "192", "256", "384"):
+    derived(f"castling_levit_{size}", f"levit_{size}", castling, ("sparse",))
