@@ -10,18 +10,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from linvit.errors import LinvitError
+from linvit.timm_import import register_models
 from linvit.version import __version__
 
 if TYPE_CHECKING:
     from linvit.attention import TokenGrid, create_attention, list_mechanisms
+    from linvit.models import list_models
 
 _HOMES = {
     "TokenGrid": "linvit.attention",
     "create_attention": "linvit.attention",
     "list_mechanisms": "linvit.attention",
+    "list_models": "linvit.models",
 }
 
-__all__ = ["LinvitError", "TokenGrid", "__version__", "create_attention", "list_mechanisms"]
+__all__ = ["LinvitError", "TokenGrid", "__version__", "create_attention", "list_mechanisms", "list_models"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,3 +35,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+register_models()
