@@ -1,0 +1,179 @@
+"""Counting multiply-accumulates (MACs) by a dry run on the meta device: no weights are copied, nothing is computed.
+
+Contractions (matrix products, convolutions, einsum) come from `torch.utils.flop_counter`, which counts two per MAC.
+Inside a mechanism its own formula takes the place of what the counter saw, so a fused kernel and its reference cost
+the same. Two conventions:
+
+    macs    contractions only
+    fvcore  as the tool of that name: contractions, and 5 for every element that LayerNorm, BatchNorm or GroupNorm
+            normalises, 4 without an affine map. The Fair Comparison's table counts so, with BatchNorm in training mode.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from linvit.attention import Mechanism, Size, TokenGrid
+from linvit.errors import LinvitError, unknown
+
+CONVENTIONS = ("macs", "fvcore")
+aten = torch.ops.aten
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Macs:
+    """The count in its parts. `attention` is inside mechanisms, `other` everything else that contracts."""
+
+    attention: int
+    other: int
+    normalised: int  # what the fvcore convention adds for norms
+
+    def total(self, convention: str = "macs") -> int:
+        if convention not in CONVENTIONS:
+            raise unknown("convention", convention, CONVENTIONS)
+        return self.attention + self.other + (self.normalised if convention == "fvcore" else 0)
+
+
+def count_macs(model: nn.Module, input_size: Sequence[int] = (3, 224, 224), convention: str = "macs") -> int:
+    """MACs of one picture of `input_size`, `(channels, height, width)`, through `model` at inference."""
+    return measure_macs(model, input_size).total(convention)
+
+
+def measure_macs(model: nn.Module, input_size: Sequence[int] = (3, 224, 224)) -> Macs:
+    """The parts that `count_macs` adds up. The model may live on any device; it is left as it was."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
+    picture = torch.empty(1, *input_size, device="meta", dtype=dtype)
+    ledger = Ledger()
+    try:
+        # the plain form of SDPA is matrix products; what its fused forms count depends on the version of torch
+        with evaluating(model), torch.no_grad(), torch.device("meta"), sdpa_kernel(SDPBackend.MATH), ledger.counting():
+            torch.func.functional_call(model, meta, (picture,))
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LinvitError(
+            f"{type(model).__name__} cannot run without data, so it cannot be counted: {reason}"
+        ) from error
+    return Macs(ledger.attention, ledger.products - ledger.replaced, ledger.normalised)
+
+
+class Ledger:
+    """Counts while a model runs, and lets mechanisms speak for themselves."""
+
+    def __init__(self) -> None:
+        self.attention = self.replaced = self.normalised = 0
+        self.depth = 0  # mechanisms within mechanisms: the outermost one's formula holds
+        self.before = 0
+        self.counter = FlopCounterMode(display=False, custom_mapping=VECTOR_PRODUCTS)
+
+    @property
+    def products(self) -> int:
+        return self.counter.get_total_flops() // 2
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        enter = register_module_forward_pre_hook(self.enter)
+        leave = register_module_forward_hook(self.leave, with_kwargs=True)
+        try:
+            with self.counter, Watch(self):
+                yield
+        finally:
+            enter.remove()
+            leave.remove()
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, Mechanism):
+            if not self.depth:
+                self.before = self.products
+            self.depth += 1
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if isinstance(module, Mechanism):
+            self.depth -= 1
+            if not self.depth:
+                self.replaced += self.products - self.before
+                self.attention += module.macs(size_of_call(args, kwargs))
+
+
+class Watch(TorchDispatchMode):
+    """Adds up normalised elements, and refuses a custom operator that nobody can count."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(func, "_overloadpacket", func)
+        if packet in NORMS:
+            weight = args[NORMS[packet]]
+            self.ledger.normalised += args[0].numel() * (4 if weight is None else 5)
+        elif not self.ledger.depth and func.namespace not in BUILT_IN and packet not in flop_registry:
+            raise LinvitError(
+                f"cannot count {packet}: give it a formula with torch.utils.flop_counter.register_flop_formula"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+BUILT_IN = ("aten", "prim", "prims")
+NORMS = {  # the operator, and where its weight stands
+    aten.native_layer_norm: 2,
+    aten.native_group_norm: 1,
+    aten.native_batch_norm: 1,
+    aten.cudnn_batch_norm: 1,
+    aten._native_batch_norm_legit: 1,
+    aten._native_batch_norm_legit_no_training: 1,
+}
+
+
+def vector_flops(a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(a)
+
+
+def added_vector_flops(a: Shape, b: Shape, c: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(b)
+
+
+VECTOR_PRODUCTS: dict[Any, Callable[..., int]] = {  # which torch's own counter passes over
+    aten.mv: vector_flops,
+    aten.dot: vector_flops,
+    aten.vdot: vector_flops,
+    aten.addmv: added_vector_flops,
+}
+
+
+def size_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Size:
+    """The size of one call of a mechanism, from the arguments it was called with."""
+    given = inspect.signature(Mechanism.forward).bind(None, *args, **kwargs).arguments
+    q: Tensor = given["q"]
+    k: Tensor = given["k"]
+    grid = given.get("grid") or TokenGrid.line(q.shape[2])
+    key_grid = given.get("key_grid") or (grid if k.shape[2] == q.shape[2] else TokenGrid.line(k.shape[2]))
+    return Size(q.shape[0], q.shape[1], q.shape[3], given["v"].shape[3], grid, key_grid)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, every module back in its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
