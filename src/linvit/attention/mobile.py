@@ -1,0 +1,149 @@
+"""Mobile-Attention (Yao et al., ICML 2024): linear attention with many small heads that compete.
+
+    I^h = Φ(q^h) · Σ_g Φ(k^g)            O^h = Φ(k^h) · Σ_g Φ(q^g)            Φ = sigmoid, sums over a token's M heads
+    Ī^h = Φ(q^h) · Σ_g Φ(k^g)/O^g        Ō^h = Φ(k^h) · Σ_g Φ(q^g)/I^g
+    out = σ(Ī) ⊙ Φ(q) · ( Φ(k)ᵀ · (N·softmax_N(Ō) ⊙ v) ) / denominator
+
+It is Flow-Attention with heads in the place of tokens. The host's heads are cut into heads of `small_head_dim`
+channels, which makes the cost O(N·D). That size is not published; 2 is inferred from the released file's demo. The sums
+pair q and k of one token, so there must be as many keys as queries.
+
+Poster and released code differ, so there are two variants:
+
+    poster    denominator Φ(q) · Σ_j Φ(k_j), the row sum over tokens; Ō as it is
+    released  denominator I, the sum over heads at one token; Ō clamped to [−1, 1]
+
+The default is the poster's. I grows with M and the sum it divides with N, so the released output is off by N/M and
+right only where M ≈ N (DeiT-S with heads of 2 channels). The mean of Ō over the heads is exactly 1, so the clamp, which
+the poster does not print, also stops the gradient of about half of them. The factor N on the softmax is the code's; the
+poster prints none, but values would then shrink with N (inferred). The released file also drops 5 % of the projected
+output, which is the host's business.
+
+The ablations of the poster's table, all inferred from their names:
+
+    small_head_dim=None                  "vanilla": the host's own wide heads
+    competition=False                    "without head competing": no flows, so plain v, the row sum and no σ(Ī)
+    competition=False, gate="se"         that, with a squeeze-and-excite gate on the merged output
+    competition=False, gate="glu"        that, times the sigmoid of a linear map of the block's input
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from linvit.attention.flow import conserved_flows
+from linvit.attention.linear import LinearAttention
+from linvit.attention.mechanism import Call, Shape, Size, regroup, run
+from linvit.attention.normalisers import RowSum, Unnormalised
+from linvit.attention.registry import register
+from linvit.errors import LinvitError, unknown
+
+GATES = ("se", "glu")
+
+
+@register("mobile", paper="Mobile-Attention")
+class Mobile(LinearAttention):
+    variants = ("poster", "released")
+    examples = (
+        {},
+        {"small_head_dim": 4},
+        {"small_head_dim": None},
+        {"competition": False},
+        {"competition": False, "gate": "se"},
+        {"competition": False, "gate": "glu"},
+    )
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        variant: str | None = None,
+        small_head_dim: int | None = 2,
+        competition: bool = True,
+        gate: str | None = None,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(shape, variant=variant)
+        if gate is not None and gate not in GATES:
+            raise unknown("gate of mobile", gate, GATES)
+        if not competition and self.variant == "released":
+            raise LinvitError("variant='released' of mobile divides by the flows: it needs competition=True")
+        self.small_head_dim, self.competition, self.gate, self.eps = small_head_dim, competition, gate, eps
+        self.row_sum = RowSum(eps)
+        self.normaliser = Unnormalised() if competition else self.row_sum
+        if gate is not None:
+            self.require("heads", "head_dim")
+            channels = (shape.heads or 0) * shape.values
+            hidden = max(1, channels // 4)
+            self.gating: nn.Module = (
+                nn.Sequential(nn.Linear(channels, hidden), nn.ReLU(), nn.Linear(hidden, channels), nn.Sigmoid())
+                if gate == "se"
+                else nn.Sequential(nn.Linear(shape.channels, channels), nn.Sigmoid())
+            )
+        self.capabilities = replace(
+            self.capabilities, unequal=not competition, normalised=self.variant == "poster", input=gate == "glu"
+        )
+
+    def small_heads(self, heads: int, head_dim: int) -> int:
+        """How many heads the host's are cut into."""
+        small = self.small_head_dim or head_dim
+        if heads * head_dim % small:
+            raise LinvitError(
+                f"small_head_dim={small} of mobile must divide the {heads}·{head_dim} channels of q and k"
+            )
+        return heads * head_dim // small
+
+    def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        heads = self.small_heads(q.shape[1], q.shape[3])
+        phi_q, phi_k = regroup(q, heads).sigmoid(), regroup(k, heads).sigmoid()
+        if not self.competition:
+            return phi_q, phi_k
+        flows = conserved_flows(phi_q.transpose(1, 2), phi_k.transpose(1, 2), eps=self.eps)
+        incoming, conserved_in, conserved_out = (flow.transpose(1, 2) for flow in flows)
+        if self.variant == "released":
+            conserved_out = conserved_out.clamp(-1, 1)
+            normaliser = 1 / incoming
+        else:
+            normaliser = self.row_sum(phi_q, call.keep(phi_k), q.shape[-1], call)
+        competition = call.keep(conserved_out, float("-inf")).softmax(-2) * call.keys
+        return phi_q * conserved_in.sigmoid() * normaliser, phi_k * competition
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        heads = self.small_heads(q.shape[1], q.shape[3])
+        if v.shape[1] * v.shape[3] % heads:
+            raise LinvitError(f"the {v.shape[1]}·{v.shape[3]} channels of v do not divide into mobile's {heads} heads")
+        return regroup(super().core(q, k, regroup(v, heads), call), v.shape[1])
+
+    def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if self.gate is None:
+            return out
+        merged = out.transpose(1, 2).flatten(2)
+        if self.gate == "se":
+            gate = run(self.gating, call.mean(merged)).unsqueeze(1)
+        else:
+            assert call.x is not None
+            gate = run(self.gating, call.x.to(out.dtype))
+        return (merged * gate).unflatten(2, (out.shape[1], out.shape[3])).transpose(1, 2)
+
+    def width(self, head_dim: int) -> int:
+        return head_dim
+
+    def feature_macs(self, size: Size) -> int:
+        if not self.competition:
+            return 0
+        dots = 4 if self.variant == "released" else 5
+        return dots * size.batch * size.queries * size.heads * size.head_dim
+
+    def macs(self, size: Size) -> int:
+        heads = self.small_heads(size.heads, size.head_dim)
+        head_dim, channels = size.heads * size.head_dim // heads, size.heads * size.value_dim
+        small = replace(size, heads=heads, head_dim=head_dim, value_dim=channels // heads)
+        if self.gate == "se":
+            gate = size.batch * 2 * channels * max(1, channels // 4)
+        elif self.gate == "glu":
+            gate = size.batch * size.queries * self.shape.channels * channels
+        else:
+            gate = 0
+        return super().macs(small) + gate
