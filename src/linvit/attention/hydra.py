@@ -1,0 +1,46 @@
+"""Hydra Attention (Bolya et al.): as many heads as channels.
+
+    out_t = q̂_t ⊙ Σ_s k̂_s ⊙ v_s,  q̂ and k̂ of unit length over all heads' channels together
+
+Each channel is a head of its own with one feature, so its map has rank one and a layer costs O(N·C). Nothing divides by
+the number of tokens: the sum, and so the output, grows with N. No official code is known; the formula is that of the
+paper as third-party code and Mobile-Attention's ablation use it. eps, the least length a token is divided by, is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from linvit.attention.linear import LinearAttention
+from linvit.attention.mechanism import Call, Capabilities, Shape, Size, regroup
+from linvit.attention.normalisers import Unnormalised
+from linvit.attention.registry import register
+
+
+@register("hydra", paper="Hydra Attention")
+class Hydra(LinearAttention):
+    capabilities = Capabilities(normalised=False, wide_values=False)
+    normaliser = Unnormalised()
+
+    def __init__(self, shape: Shape, *, eps: float = 1e-6) -> None:
+        super().__init__(shape)
+        self.eps = eps
+
+    def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        return self.direction(q), self.direction(k)
+
+    def direction(self, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True)
+        return regroup(x / length.clamp_min(self.eps), x.shape[1] * x.shape[3])
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return regroup(super().core(q, k, regroup(v, v.shape[1] * v.shape[3]), call), v.shape[1])
+
+    def width(self, head_dim: int) -> int:
+        return 1
+
+    def macs(self, size: Size) -> int:
+        return super().macs(replace(size, heads=size.heads * size.head_dim, head_dim=1, value_dim=1))
