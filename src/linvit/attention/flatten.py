@@ -1,0 +1,74 @@
+"""Focused linear attention (FLatten Transformer, Han et al., ICCV 2023).
+
+    r    = (relu(x) + 1e-6) / softplus(scale)           for q and for k + position; scale learned per channel
+    φ(x) = ‖r‖ · r^p / ‖r^p‖                            p = 3, norms over all heads' channels together
+    out  = φ(q) · (φ(k)ᵀ · v) / (φ(q) · Σ φ(k) + N·eps) + conv(v)
+
+The power turns features towards their nearest axis and so sharpens the map; the 5×5 depthwise convolution, its filters
+shared by the heads, makes up for the map's low rank. This follows the released code: the paper's text has neither the
+scale nor the position. A query without an active feature gives about zero, because the code adds eps to the mean over
+keys. The position and v on the grid: prefix tokens have no place there and get neither (inferred).
+
+With pooled keys the code resizes v linearly along the raster order before the convolution; so does this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linvit.attention.linear import LinearAttention
+from linvit.attention.local import GridConv
+from linvit.attention.mechanism import Call, Capabilities, Shape, Size
+from linvit.attention.normalisers import RowSum
+from linvit.attention.qt import KeyPosition
+from linvit.attention.registry import register
+
+
+@dataclass(frozen=True)
+class RowMean(RowSum):
+    """The row sum with eps beside the mean over keys, not beside their sum."""
+
+    def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor:
+        return 1 / (phi_q @ phi_k.sum(-2).unsqueeze(-1) + self.eps * call.keys)
+
+
+@register("focused", paper="FLatten Transformer")
+class Focused(LinearAttention):
+    capabilities = Capabilities(grid=True, equivariant=False)
+    needs = ("heads", "head_dim", "grid")
+    builds_on_grid = True
+
+    def __init__(self, shape: Shape, *, power: int = 3, kernel_size: int = 5, eps: float = 1e-6) -> None:
+        super().__init__(shape)
+        self.power, self.eps = power, eps
+        self.normaliser = RowMean(eps)
+        self.scale = nn.Parameter(torch.zeros(shape.heads or 1, 1, shape.head_dim or 1))
+        self.position = KeyPosition(shape)
+        self.local = GridConv(shape.values, kernel_size)
+
+    def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        return self.focus(q), self.focus(k + self.position(call.key_grid).to(k.dtype))
+
+    def focus(self, x: Tensor) -> Tensor:
+        r = (torch.relu(x) + self.eps) / F.softplus(self.scale.to(x.dtype))
+        length = torch.linalg.vector_norm(r, dim=(1, 3), keepdim=True)
+        powers = (r / length) ** self.power  # of unit length first: 1e-6 cubed and squared leaves float32's range
+        return powers * (length / torch.linalg.vector_norm(powers, dim=(1, 3), keepdim=True))
+
+    def width(self, head_dim: int) -> int:
+        return head_dim
+
+    def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        _, patches = call.key_grid.split(call.keep(v))
+        if call.key_grid.patches != call.grid.patches:
+            line = F.interpolate(patches.transpose(2, 3).flatten(0, 1), call.grid.patches, mode="linear")
+            patches = line.transpose(1, 2).unflatten(0, v.shape[:2])
+        local = self.local(patches, replace(call.grid, prefix=0))
+        return out + F.pad(local, (0, 0, call.grid.prefix, 0))
+
+    def macs(self, size: Size) -> int:
+        return super().macs(size) + self.local.macs(size)
