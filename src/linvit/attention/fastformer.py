@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size
 from linvit.attention.registry import register
@@ -75,8 +76,9 @@ class AllChannels(nn.Linear):
         super().__init__(heads * head_dim, heads)
 
     def forward(self, x: Tensor) -> Tensor:
-        joined = x.transpose(1, 2).flatten(2).to(self.weight.dtype)
-        return super().forward(joined).to(x.dtype).transpose(1, 2).unsqueeze(-1)
+        joined = x.transpose(1, 2).flatten(2)
+        scores = F.linear(joined, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        return scores.transpose(1, 2).unsqueeze(-1)
 
 
 class PerHead(nn.Module):

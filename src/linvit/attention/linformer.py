@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, run
+from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size
 from linvit.attention.registry import register
 
 
@@ -29,6 +29,7 @@ class Linformer(Mechanism):
     capabilities = Capabilities(any_tokens=False, equivariant=False)
     variants = ("original", "fair")
     needs = ("grid",)
+    builds_on_grid = True
     examples = ({}, {"rank": 4, "share_kv": True})
 
     def __init__(
@@ -44,11 +45,11 @@ class Linformer(Mechanism):
 
     def attention(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         """`(batch, heads, queries, rank)`, rows summing to one."""
-        low_k = run(self.for_keys, call.keep(k).transpose(-2, -1))
+        low_k = along_tokens(self.for_keys, call.keep(k))
         return (q @ low_k * q.shape[-1] ** -0.5).softmax(-1)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        low_v = run(self.for_values or self.for_keys, call.keep(v).transpose(-2, -1))
+        low_v = along_tokens(self.for_values or self.for_keys, call.keep(v))
         return self.attention(q, k, call) @ low_v.transpose(-2, -1)
 
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
@@ -64,9 +65,15 @@ class Linformer(Mechanism):
 class TokenProjection(nn.Module):
     """A projection of the tokens without bias. Not a Linear, so that a model's own initialisation leaves it alone."""
 
+    bias = None
+
     def __init__(self, tokens: int, rank: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rank, tokens).uniform_(-(rank**-0.5), rank**-0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+
+def along_tokens(projection: TokenProjection | nn.Linear, x: Tensor) -> Tensor:
+    """`(batch, heads, channels, rank)` from x's tokens, in x's dtype: a sum over many tokens."""
+    bias = projection.bias
+    weight = projection.weight.to(x.dtype)
+    return F.linear(x.transpose(-2, -1), weight, None if bias is None else bias.to(x.dtype))
