@@ -6,10 +6,11 @@
            ψ is shifted by the largest W·x' (per query; over all keys) and gets 1e-4 added, as in the released code.
     fair   the Fair Comparison's PA: m = d/2, W per head with rows of norm √m, no shift, 1e-6 added to the row sum.
 
-The default is `favor`, the authors' own. Its 1e-4 is added after the shift, so queries and keys with ‖x'‖² ≫ 18 see
-all tokens alike; `fair` sends such queries to zero instead, because the row sum falls under its eps. Rows of norm √m
-bound its exponent by ‖w‖²/2 = m/2, hence no overflow in float32 up to d = 128. As √m is not the norm √d of a Gaussian
-vector, its features do not average to the softmax kernel.
+The default is `favor`, the authors' own. Its 1e-4 comes after the shift and so pulls the map towards a plain mean, the
+more the longer x' and the larger m: its error against softmax has a floor, which eps = 0 takes away. `fair` instead
+sends a query to zero when the row sum falls under its eps, as long queries and keys do. Its exponent is at most
+‖w‖²/2 = m/2, hence no overflow in float32 up to d = 128 without a shift. As √m is not the length of a Gaussian vector,
+its features do not average to the softmax kernel.
 
 W is a buffer, saved and never trained. The papers may draw it anew during training: call `redraw()`; the Fair
 Comparison never does. Ours: the signs of the QR factors are fixed, without which a block's first rows would all point
