@@ -15,6 +15,16 @@ from tests.cli.conftest import Outcome
 # The command line is small and frozen: a change here is a change of the interface, made on purpose.
 VERBS = {
     "list": {"what", "--json"},
+    "theory": {"--samples", "--seed", "--plot", "--json"},
+    "bench op": {
+        *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--passes"),
+        *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
+    },
+    "bench model": {
+        *("name", "--to", "--keep", "--resolution", "--batch", "--passes", "--modes", "--dtype", "--device"),
+        *("--budget", "--output", "--resume", "--from", "--json"),
+    },
+    "bench scaling": {"--mechanism", "--tokens", "--json"},
 }
 
 

@@ -1,9 +1,9 @@
 """The command line: one file per verb, which parses, calls and prints.
 
-A new verb is a file here, a line at the end of this one and one in tests/cli/test_cli.py. Its function's signature is its options, its
-docstring its help, with an example in the last paragraph after `\\b`. Import anything heavy (torch, timm, matplotlib)
-inside the function: `linvit --help` imports every verb. `linvit.cli.output` has `--json` and the progress bar. For a
-user's mistake raise LinvitError; `main` prints it as one line and exits with 2.
+A new verb is a file here, a line at the end of this one and one in tests/cli/test_cli.py. Its function's signature is
+its options, its docstring its help, with an example in the last paragraph after `\\b`. Import anything heavy (torch,
+timm, matplotlib) inside the function: `linvit --help` imports every verb. `linvit.cli.output` has `--json`, tables and
+the progress bar. For a user's mistake raise LinvitError; `main` prints it as one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from linvit.cli import bench, theory
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
 from linvit.version import __version__
@@ -58,3 +59,5 @@ def linvit(
 
 # The verbs, in the order of the help. A verb with verbs of its own: app.add_typer(bench.app, name="bench").
 app.command("list")(list_verb.list_)
+app.command("theory")(theory.theory)
+app.add_typer(bench.app, name="bench")
