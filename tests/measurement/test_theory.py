@@ -49,25 +49,25 @@ def test_intervals_hold_together(findings: list[Finding]) -> None:
 def test_single_intervals_cover_as_often_as_they_say() -> None:
     """Over many seeds, about one row in twenty lies more than 1.96 standard errors off."""
     far = [
-        (f.deviation or 0) > 1.96 for seed in range(1, 7) for f in measure(5_000, seed) if f.deviation and not f.wrong
+        (f.deviation or 0) > 1.96 for seed in range(1, 7) for f in measure(10_000, seed) if f.deviation and not f.wrong
     ]
     assert len(far) > 250
     assert 0.01 < sum(far) / len(far) < 0.1
 
 
 def test_same_seed_same_numbers() -> None:
-    assert measure(1_000, 3) == measure(1_000, 3)
-    assert measure(1_000, 3) != measure(1_000, 4)
+    assert measure(10_000, 3) == measure(10_000, 3)
+    assert measure(10_000, 3) != measure(10_000, 4)
 
 
 def test_too_few_samples() -> None:
-    with pytest.raises(LinvitError, match="at least 1000"):
-        measure(10)
+    with pytest.raises(LinvitError, match="at least 10000"):
+        measure(9_999)
 
 
 def test_progress_advances_once_a_part() -> None:
     calls: list[None] = []
-    measure(1_000, 0, lambda: calls.append(None))
+    measure(10_000, 0, lambda: calls.append(None))
     assert len(calls) == len(PARTS)
 
 

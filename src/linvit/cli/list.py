@@ -2,22 +2,147 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.output import Json, print_json
+from linvit.cli.output import Json, console, print_json, table
+from linvit.errors import unknown
+
+if TYPE_CHECKING:
+    from linvit.attention import Mechanism
+
+# Words for capabilities: said of a mechanism when it has them, or when it lacks what nearly every other has.
+HAS = {"bias": "takes bias", "grid": "needs grid", "input": "needs x", "between": "block step"}
+LACKS = {
+    "normalised": "grows with N",
+    "any_tokens": "fixed N",
+    "unequal": "no pooled keys",
+    "wide_values": "no wide v",
+    "key_mask": "no key mask",
+    "prefix": "no prefix",
+    "map": "no map",
+    "value": "ignores v",
+}
 
 
 def list_(
-    what: Annotated[str, typer.Argument(help="mechanisms, models or plans.")] = "mechanisms",
+    what: Annotated[
+        str, typer.Argument(metavar="[mechanisms|models|plans]", help="What to list; all three unless told.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """List the mechanisms, models or plans.
+    """List the mechanisms with their capabilities, the models and the plans.
 
     \b
-    Example: linvit list mechanisms --json
+    Example: linvit list mechanisms
     """
-    from linvit.attention import list_mechanisms
+    kinds = {"mechanisms": mechanisms, "models": models, "plans": plans}
+    if what and what not in kinds:
+        raise unknown("thing to list", what, kinds)
+    found = {kind: rows() for kind, rows in kinds.items() if what in ("", kind)}
+    if as_json:
+        print_json(found)
+        return
+    printers = {"mechanisms": print_mechanisms, "models": print_models, "plans": print_plans}
+    for position, (kind, rows) in enumerate(found.items()):
+        if position:
+            console().print()
+        printers[kind](rows)
 
-    print_json(list_mechanisms())
+
+def mechanisms() -> list[dict[str, Any]]:
+    from linvit.attention import list_mechanisms, mechanism_class, options_of
+
+    rows = []
+    for name in list_mechanisms():
+        cls = mechanism_class(name)
+        options = {option: default for option, default in options_of(name).items() if option != "variant"}
+        rows.append(
+            {
+                "name": name,
+                "paper": cls.paper,
+                "variants": list(cls.variants),
+                "options": options,
+                "capabilities": asdict(build(name).capabilities),
+            }
+        )
+    return rows
+
+
+def build(name: str) -> Mechanism:
+    """A small one with its default options: capabilities may depend on them."""
+    from linvit.attention import TokenGrid, create_attention
+
+    return create_attention(name, heads=2, head_dim=8, grid=TokenGrid(4, 4))
+
+
+def models() -> list[dict[str, Any]]:
+    from linvit.models import list_models
+
+    return [{"name": name} for name in list_models()]
+
+
+def plans() -> list[dict[str, Any]]:
+    from linvit.conversion.plan import PLANS
+
+    rows = []
+    for name, plan in sorted(PLANS.items()):
+        parameters = inspect.signature(plan).parameters.values()
+        options = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        rows.append({"name": name, "summary": summary(plan), "options": options})
+    return rows
+
+
+def summary(thing: object) -> str:
+    """The first sentence of its docstring."""
+    paragraph = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    return paragraph.split(". ")[0].rstrip(".") + "."
+
+
+def print_mechanisms(rows: list[dict[str, Any]]) -> None:
+    made = table(mechanism=14, paper=27, cost=4, differs=14, variants=11, options=16)
+    for row in rows:
+        made.add_row(
+            f"[bold]{row['name']}[/bold]",
+            row["paper"],
+            "N" if row["capabilities"]["linear"] else "N²",
+            "\n".join(differences(row["capabilities"])),
+            "\n".join(row["variants"]),
+            "\n".join(f"{option}={default}" for option, default in row["options"].items()),
+        )
+    out = console()
+    out.print(made)
+    out.print(
+        "Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys, "
+        "wide values and key masks, and has a map. The first variant is the default.",
+        style="italic",
+    )
+
+
+def differences(capabilities: dict[str, bool]) -> list[str]:
+    """Where a mechanism differs from the usual one, in words."""
+    words = [word for name, word in HAS.items() if capabilities[name]]
+    return words + [word for name, word in LACKS.items() if not capabilities[name]]
+
+
+def print_models(rows: list[dict[str, Any]]) -> None:
+    made = table(family=10, models=40)
+    for family, members in groupby((row["name"] for row in rows), key=lambda name: name.split("_")[0]):
+        made.add_row(f"[bold]{family}[/bold]", "  ".join(members))
+    out = console()
+    out.print(made)
+    out.print("Build them with timm.create_model(name) after import linvit.", style="italic")
+
+
+def print_plans(rows: list[dict[str, Any]]) -> None:
+    made = table(plan=10, summary=40, options=20)
+    for row in rows:
+        options = ", ".join(f"{option}={default}" for option, default in row["options"].items())
+        made.add_row(f"[bold]{row['name']}[/bold]", row["summary"], options)
+    out = console()
+    out.print(made)
+    out.print("Every mechanism's name is a plan as well: that mechanism in every layer.", style="italic")
