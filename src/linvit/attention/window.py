@@ -4,16 +4,17 @@
 
 Linear in N because a window has a fixed size. `shift` moves the windows by half their size (or by the number given) as
 every other block of Swin does; tokens that wrap round the edge share a window with strangers and do not see them.
-`bias` adds Swin's learned table b. The defaults are the Fair Comparison's code, which has neither bias nor
-shift although its poster says shifted.
+`bias` adds Swin's learned table b. The defaults are the Fair Comparison's code, which has neither bias nor shift
+although its poster says shifted.
 
-Grids that do not divide are padded, and nobody sees the padding. Along a side no longer than the window, the window
-shrinks to the grid and does not shift, as in Swin; the table's middle part then serves. Prefix tokens, which Swin does
-not have, see every token and are seen by all (inferred).
+Grids that do not divide are padded, then shifted, and nobody sees the padding. Along a side no longer than the window,
+the window shrinks to the grid and does not shift, as in Swin; the table's middle part then serves. Prefix tokens, which
+Swin does not have, see every token and are seen by all (inferred).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,9 +47,7 @@ class Window(Mechanism):
         super().__init__(shape)
         self.height, self.width = (window, window) if isinstance(window, int) else window
         self.shift = (self.height // 2, self.width // 2) if shift is True else (int(shift), int(shift))
-        if min(self.height, self.width) < 1 or not all(
-            0 <= s < side for s, side in zip(self.shift, (self.height, self.width), strict=True)
-        ):
+        if not (0 <= self.shift[0] < self.height and 0 <= self.shift[1] < self.width):
             raise LinvitError(f"window={window} must be at least 1 and shift={shift} less than that")
         self.table = None
         if bias:
@@ -67,30 +66,37 @@ class Window(Mechanism):
         )
 
     def place_bias(self, tiling: Tiling, table: Tensor) -> Tensor:
-        """Swin's table looked up for every pair of places in a window: `(heads, 1, places, places)`."""
+        """Swin's table looked up for every pair of places in a window: `(1, heads, 1, places, places)`."""
         rows = torch.arange(tiling.height, device=table.device).repeat_interleave(tiling.width)
         columns = torch.arange(tiling.width, device=table.device).repeat(tiling.height)
         down = rows[:, None] - rows + self.height - 1
         right = columns[:, None] - columns + self.width - 1
-        return table[down * (2 * self.width - 1) + right].permute(2, 0, 1).unsqueeze(1)
+        return table[down * (2 * self.width - 1) + right].permute(2, 0, 1)[None, :, None]
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return self.mix(q, k, v, call, attend)
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        return self.mix(q, k, v, call, attend_fused) if call.mask is None else None
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, call: Call, attention: Callable[..., Tensor]) -> Tensor:
         grid, tiling = call.grid, self.tiling(call.grid)
-        q = q * q.shape[-1] ** -0.5
         (q_prefix, q_patches), (k_prefix, k_patches), (v_prefix, v_patches) = (grid.split(t) for t in (q, k, v))
-        scores = tiling.cut(q_patches) @ beside(k_prefix, tiling.cut(k_patches)).transpose(-2, -1)
-        if self.table is not None:
-            scores = scores + F.pad(self.place_bias(tiling, self.table.to(q.dtype)), (grid.prefix, 0))
-        mask = q.new_ones(1, grid.tokens, dtype=torch.bool) if call.mask is None else call.mask
-        mask_prefix, mask_patches = grid.split(mask[:, None, :, None])
-        seen = tiling.neighbours(q.device) & tiling.cut(mask_patches).transpose(-2, -1)
-        seen_prefix = mask_prefix.transpose(-2, -1).unsqueeze(2).expand(-1, -1, *seen.shape[2:4], -1)
-        weights = masked_softmax(scores, torch.cat((seen_prefix, seen), dim=-1))
-        out = tiling.join(weights @ beside(v_prefix, tiling.cut(v_patches)))
+        bias = None if self.table is None else F.pad(self.place_bias(tiling, self.table.to(q.dtype)), (grid.prefix, 0))
+        seen = seen_by_prefix = None
+        if call.mask is not None:
+            seen_by_prefix = call.mask[:, None, None, None, :]
+            mask_prefix, mask_patches = grid.split(call.mask[:, None, :, None])
+            seen = beside(mask_prefix, tiling.cut(mask_patches)).transpose(-2, -1)
+        if not tiling.plain:
+            near = F.pad(tiling.neighbours(q.device), (grid.prefix, 0), value=True)
+            seen = near if seen is None else near & seen
+        k_windows, v_windows = beside(k_prefix, tiling.cut(k_patches)), beside(v_prefix, tiling.cut(v_patches))
+        out = tiling.join(attention(tiling.cut(q_patches), k_windows, v_windows, bias, seen))
         if not grid.prefix:
             return out
-        everywhere = masked_softmax(q_prefix @ k.transpose(-2, -1), mask[:, None, None, :])
-        return torch.cat((everywhere @ v, out), dim=2)
+        all_tokens = (t.unsqueeze(2) for t in (q_prefix, k, v))
+        return torch.cat((attention(*all_tokens, None, seen_by_prefix).squeeze(2), out), dim=2)
 
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device)
@@ -121,6 +127,12 @@ class Tiling:
     def columns(self) -> int:
         return -(-self.grid.width // self.width)
 
+    @property
+    def plain(self) -> bool:
+        """Neither padding nor a shift: all places of a window see each other."""
+        padded = self.grid.height % self.height or self.grid.width % self.width
+        return not (padded or self.down or self.right)
+
     def cut(self, x: Tensor) -> Tensor:
         """Patches `(batch, heads, patches, channels)` as `(batch, heads, windows, places, channels)`, zeros behind."""
         below, beyond = self.rows * self.height - self.grid.height, self.columns * self.width - self.grid.width
@@ -149,6 +161,22 @@ def beside(prefix: Tensor, windows: Tensor) -> Tensor:
     return torch.cat((prefix.unsqueeze(2).expand(-1, -1, windows.shape[2], -1, -1), windows), dim=3)
 
 
-def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Softmax over what is seen; a row that sees nothing is zero, and so are its gradients."""
-    return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~seen, 0.0)
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None) -> Tensor:
+    """Softmax attention in every window over what is seen; where nothing is, the output and its gradients are zero."""
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias
+    if seen is None:
+        return scores.softmax(-1) @ v
+    return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~seen, 0.0) @ v
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None) -> Tensor:
+    """The same by PyTorch's kernels, windows beside heads; only padding may see nothing."""
+    if seen is not None:
+        nothing = q.new_full((), torch.finfo(q.dtype).min)
+        bias = torch.where(seen, torch.zeros_like(nothing) if bias is None else bias, nothing)
+    if bias is not None:
+        bias = bias.expand(-1, *q.shape[1:3], -1, -1).flatten(1, 2)
+    out = F.scaled_dot_product_attention(q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), attn_mask=bias)
+    return out.unflatten(1, q.shape[1:3])
