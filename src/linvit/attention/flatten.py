@@ -5,9 +5,9 @@
     out  = φ(q) · (φ(k)ᵀ · v) / (φ(q) · Σ φ(k) + N·eps) + conv(v)
 
 The power turns features towards their nearest axis and so sharpens the map; the 5×5 depthwise convolution, its filters
-shared by the heads, makes up for the map's low rank. This follows the released code: the paper's text has neither the
-scale nor the position. A query without an active feature gives about zero, because the code adds eps to the mean over
-keys. The position and v on the grid: prefix tokens have no place there and get neither (inferred).
+shared by the heads, makes up for the map's low rank. Scale, position and eps are those of the released code, which the
+paper's accuracy comes from. eps stands beside the mean over keys there, so a query without an active feature goes to
+zero. Prefix tokens have no place on the grid and get neither position nor convolution (inferred).
 
 With pooled keys the code resizes v linearly along the raster order before the convolution; so does this.
 """
