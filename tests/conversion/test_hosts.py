@@ -1,0 +1,136 @@
+"""Every family of hosts: nothing lost, nothing changed for the native mechanism, any size, traced in one graph."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from linvit.conversion import convert, find_hosts
+from linvit.conversion.host import Host
+from tests.conversion.families import DROP, FAMILIES, Family
+
+every = pytest.mark.parametrize("family", FAMILIES, ids=str)
+
+
+@every
+def test_native_mechanism_changes_nothing(family: Family) -> None:
+    original = family.build().double()
+    converted = copy.deepcopy(original)
+    report = convert(converted, family.native)
+    assert len(report.layers) == len(find_hosts(original)) > 0 and report.new_parameters == 0
+    image = family.image().double()
+    for model in (original, converted):
+        model(image).square().sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(converted(image), original(image), rtol=1e-5, atol=1e-5)
+    after = dict(converted.named_parameters())
+    noise = 1e-12 * max(float(p.grad.abs().max()) for p in original.parameters() if p.grad is not None)
+    for name, before in original.named_parameters():
+        twin = after.pop(name)
+        assert before.grad is not None and twin.grad is not None
+        assert (before.grad - twin.grad).abs().max() <= 1e-4 * before.grad.abs().max() + noise, name
+    assert not after
+
+
+@every
+@pytest.mark.parametrize("plan", ["stella", "relu_quadratic", "castling"])
+def test_weights_stay_and_an_original_checkpoint_loads(family: Family, plan: str) -> None:
+    original = family.build()
+    converted = copy.deepcopy(original)
+    report = convert(converted, plan, drop=DROP)
+    before, after = original.state_dict(), converted.state_dict()
+    removed = {name for name in before if name not in after}
+    assert removed == set(report.removed)
+    for name in before.keys() - removed:
+        assert torch.equal(before[name], after[name]), name
+    other = family.build(seed=2).state_dict()
+    missing, unexpected = converted.load_state_dict(other, strict=False)
+    assert set(unexpected) <= removed and all(".mechanism." in name for name in missing)
+    assert all(torch.equal(converted.state_dict()[name], other[name]) for name in before.keys() - removed)
+
+
+@every
+@pytest.mark.parametrize("plan", ["stella", "relu_quadratic", "castling", "cosformer"])
+def test_any_size_forward_and_backward(family: Family, plan: str) -> None:
+    model = family.build()
+    convert(model, plan, drop=DROP)
+    side = family.size
+    for height, width in ((side, side), (side * 2, side + 32)):
+        out = model(family.image(height, width))
+        assert out.shape == (2, 7) and out.isfinite().all()
+    out.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+
+
+@every
+def test_what_cannot_be_honoured_is_refused_and_nothing_touched(family: Family) -> None:
+    model = family.build()
+    types = [type(module) for module in model.modules()]
+    asks = [ask for _, m in find_hosts(model) for ask in _host(m).asks(m) if ask.feature in DROP]
+    if not asks:
+        convert(model, "stella")
+        return
+    from linvit import LinvitError
+
+    with pytest.raises(LinvitError, match=r"drop=\('"):
+        convert(model, "stella")
+    assert [type(module) for module in model.modules()] == types
+
+
+def _host(module: torch.nn.Module) -> type[Host]:
+    from linvit.conversion.hosts import host_for
+
+    host = host_for(module)
+    assert host is not None
+    return host
+
+
+@every
+def test_converting_again_replaces_the_mechanism(family: Family) -> None:
+    model, direct = family.build(), family.build()
+    convert(model, "relu_quadratic", drop=DROP)
+    again = convert(model, "stella", drop=DROP)
+    convert(direct, "stella", drop=DROP)
+    assert {layer.before for layer in again.layers} == {"relu_quadratic"}
+    with torch.no_grad():
+        torch.testing.assert_close(model(family.image()), direct(family.image()))
+
+
+@every
+def test_bfloat16_copy_and_pickle(family: Family) -> None:
+    model = family.build()
+    convert(model, "stella", drop=DROP)
+    with torch.no_grad():
+        reference = model(family.image())
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert torch.equal(twin(family.image()), reference)
+        half = copy.deepcopy(model).bfloat16()(family.image().bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(half.float(), reference).min() > 0.98
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.model != "mvitv2_small_cls"], ids=str)
+def test_compiles_as_one_graph_and_exports(family: Family) -> None:
+    model = family.build()
+    convert(model, "stella", drop=DROP)
+    image = family.image()
+    with torch.no_grad():
+        reference = model(image)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(image), reference)
+        exported = torch.export.export(model, (image,)).module()
+        torch.testing.assert_close(exported(image), reference)
+
+
+@every
+def test_report_says_what_happened(family: Family) -> None:
+    model = family.build()
+    text = str(convert(model, "stella", drop=DROP))
+    assert f"{family.native} → stella" in text
+    for name, _ in find_hosts(model):
+        assert name in text
