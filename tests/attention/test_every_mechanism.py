@@ -124,6 +124,17 @@ def test_permutation_equivariance_is_as_declared(case: Case) -> None:
 
 
 @every
+def test_rotary_position_is_honoured_as_declared(case: Case) -> None:
+    """Turning q and k together changes nothing where the map knows only their products: positions stay relative."""
+    grid = TokenGrid(3, 4)
+    mechanism = case.build(grid, dtype=torch.float64)
+    q, k, v, x = inputs(grid, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))[0]
+    turned = call(mechanism, (q @ turn, k @ turn, v, x), grid)
+    assert (relative_rms(turned, call(mechanism, (q, k, v, x), grid)) < 1e-9) == mechanism.capabilities.rotary
+
+
+@every
 @pytest.mark.parametrize("key_grid", [None, TokenGrid(3, 2, 1)], ids=["equal", "pooled"])
 def test_core_is_the_map_times_v(case: Case, key_grid: TokenGrid | None) -> None:
     grid = supported(case, TokenGrid(6, 4, 1))

@@ -66,7 +66,7 @@ class Castling(LinearAttention):
         if sparse:
             self.register_buffer("sparse_scale", torch.ones(()), persistent=False)
             self.register_buffer("kept", torch.zeros(()), persistent=False)
-        self.capabilities = replace(self.capabilities, equivariant=self.conv is None)
+        self.capabilities = replace(self.capabilities, equivariant=self.conv is None, rotary=True)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         return F.normalize(q, dim=-1, eps=self.eps), F.normalize(k, dim=-1, eps=self.eps)
@@ -114,7 +114,7 @@ class Angular(Mechanism):
     The cosine stays 1e-7 inside ±1, where the gradient of the angle is infinite.
     """
 
-    capabilities = Capabilities(linear=False)
+    capabilities = Capabilities(linear=False, rotary=True)
     variants = ("row_sum", "output_norm")
 
     def __init__(self, shape: Shape, *, variant: str | None = None, eps: float = 1e-6) -> None:

@@ -15,6 +15,7 @@ patches only. With pooled keys v is resized to the queries first (inferred).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ class InLine(LinearAttention):
                 f"inline groups the block's {channels} channels by its {heads} heads, which do not divide"
             )
         self.phi = KERNELS[kernel]
+        self.capabilities = replace(self.capabilities, rotary=kernel == "identity")
         self.residual = nn.Sequential(
             nn.Conv2d(channels, channels, 1, groups=heads),
             nn.GELU(),

@@ -26,7 +26,7 @@ from linvit.attention.registry import register
 
 @register("linformer", paper="Linformer; Fair Comparison (LA)")
 class Linformer(Mechanism):
-    capabilities = Capabilities(any_tokens=False, equivariant=False)
+    capabilities = Capabilities(any_tokens=False, equivariant=False, rotary=True)
     variants = ("original", "fair")
     needs = ("grid",)
     builds_on_grid = True

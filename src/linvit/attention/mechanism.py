@@ -30,6 +30,7 @@ class Capabilities:
     key_mask: bool = True  # a boolean key mask drops padded tokens
     prefix: bool = True  # class and register tokens may come first
     bias: bool = False  # an additive bias on the logits (relative position, shift mask)
+    rotary: bool = False  # depends on q and k by their products and norms, so rotary position stays relative
     grid: bool = False  # needs to know the token grid
     input: bool = False  # needs the block's input `x` beside q, k and v
     map: bool = True  # has an implied N×N map

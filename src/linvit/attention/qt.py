@@ -43,7 +43,7 @@ class Taylor(LinearAttention):
         super().__init__(shape, variant=variant)
         paper = self.variant == "paper"
         self.normaliser = Constant(lambda keys, head_dim: 1 / keys) if paper else Unnormalised()
-        self.capabilities = replace(self.capabilities, normalised=paper)
+        self.capabilities = replace(self.capabilities, normalised=paper, rotary=paper)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         if self.variant == "paper":
@@ -92,7 +92,8 @@ class QuadraticTaylor(LinearAttention):
         if position:
             self.require("heads", "head_dim", "grid")
             self.position = KeyPosition(shape)
-        self.capabilities = replace(self.capabilities, grid=position, equivariant=not position)
+        rotary = self.variant == "exact" and not position
+        self.capabilities = replace(self.capabilities, grid=position, equivariant=not position, rotary=rotary)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         if self.position is not None:

@@ -15,7 +15,7 @@ from linvit.attention.registry import register
 
 @register("softmax", paper="Attention Is All You Need")
 class Softmax(Mechanism):
-    capabilities = Capabilities(linear=False, bias=True)
+    capabilities = Capabilities(linear=False, bias=True, rotary=True)
 
     def logits(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5

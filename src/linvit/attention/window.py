@@ -29,7 +29,7 @@ from linvit.errors import LinvitError
 
 @register("window", paper="Swin Transformer; Fair Comparison (Swin)")
 class Window(Mechanism):
-    capabilities = Capabilities(grid=True, equivariant=False, unequal=False)
+    capabilities = Capabilities(grid=True, equivariant=False, unequal=False, rotary=True)
     examples = (
         {"window": 2},
         {"window": (2, 3), "shift": True},
