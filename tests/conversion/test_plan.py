@@ -30,6 +30,17 @@ def test_mixa_keeps_the_named_or_the_first_layers_quadratic(model: nn.Module) ->
     assert mechanisms(model) == ["stella"] * 4
 
 
+def test_places_for_the_quadratic_layers(model: nn.Module) -> None:
+    def kept(**options: object) -> list[int]:
+        convert(model, "mixa", **options)
+        return [i for i, name in enumerate(mechanisms(model)) if name == "relu_quadratic"]
+
+    assert kept(keep=2) == [0, 1]
+    assert kept(keep=3, where="last") == [1, 2, 3]
+    assert kept(keep=2, where="alternating") == [0, 2]
+    assert kept(keep=4, where="alternating") == [0, 1, 2, 3]
+
+
 def test_rules_by_index_and_name_first_match_wins(model: nn.Module) -> None:
     rules = (Rule(None, layers=(0,)), Rule(Choice("softmax"), pattern=r"blocks\.[01]\."))
     report = convert(model, Plan("mine", Choice("stella"), rules))
@@ -62,7 +73,9 @@ def test_learned_positions_are_laid_out_for_the_input_size(model: nn.Module) -> 
         ("stela", {}, "did you mean stella"),
         ("stella", {"epsilon": 1}, "takes no options"),
         ("relu_linear", {"epz": 1}, "did you mean eps"),
-        ("mixa", {"keep": 7}, "names layer 4, but the model has layers 0–3"),
+        ("mixa", {"keep": 7}, "cannot keep 7 layers: the model has 4"),
+        ("mixa", {"keep": (0, 4)}, "names layer 4, but the model has layers 0–3"),
+        ("mixa", {"where": "frst"}, "did you mean first"),
         ("mixa", {"kept": 7}, "unexpected keyword"),
         ("xca", {"lpi": True}, "between attention and MLP"),
         (Plan("mine", Choice("stella"), (Rule(None, pattern="stage"),)), {}, "matches no layer"),

@@ -29,18 +29,50 @@ class Choice:
         return f"{self.mechanism}({options})" if options else self.mechanism
 
 
+PLACES = ("first", "last", "alternating")
+
+
+@dataclass(frozen=True)
+class Pick:
+    """So many layers at the first, last or evenly spread positions, whatever the depth of the model."""
+
+    count: int
+    where: str = "first"
+
+    def __post_init__(self) -> None:
+        if self.where not in PLACES:
+            raise unknown("place for layers", self.where, PLACES)
+
+    def layers(self, total: int) -> tuple[int, ...]:
+        if not 0 <= self.count <= total:
+            raise LinvitError(f"cannot keep {self.count} layers: the model has {total}")
+        if self.where == "alternating":
+            return tuple(i * total // self.count for i in range(self.count))
+        return tuple(range(self.count)) if self.where == "first" else tuple(range(total - self.count, total))
+
+
 @dataclass(frozen=True)
 class Rule:
     """What hosts at these positions, or with names that this pattern finds, get; `None` keeps them as they are."""
 
     choice: Choice | None
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | Pick | None = None
     pattern: str | None = None
     optional: bool = False  # a model without such a layer is no mistake
 
-    def matches(self, index: int, name: str) -> bool:
-        by_index = self.layers is None or index in self.layers
-        return by_index and (self.pattern is None or re.search(self.pattern, name) is not None)
+    def matching(self, names: Sequence[str]) -> set[int]:
+        """Positions of the hosts this rule speaks of."""
+        total = len(names)
+        layers = self.layers.layers(total) if isinstance(self.layers, Pick) else self.layers
+        beyond = [layer for layer in layers or () if not 0 <= layer < total]
+        if beyond:
+            raise LinvitError(f"the plan names layer {beyond[0]}, but the model has layers 0–{total - 1}")
+        found = set(range(total) if layers is None else layers)
+        if self.pattern is not None:
+            found = {i for i in found if re.search(self.pattern, names[i])}
+        if not found and not self.optional:
+            raise LinvitError(f"a rule of the plan matches no layer: pattern '{self.pattern}'")
+        return found
 
 
 @dataclass(frozen=True)
@@ -54,30 +86,21 @@ class Plan:
 
     def choices(self, names: Sequence[str]) -> list[Choice | None]:
         """The choice for each host, in the order of the model."""
-        for rule in self.rules:
-            beyond = [layer for layer in rule.layers or () if not 0 <= layer < len(names)]
-            if beyond:
-                raise LinvitError(
-                    f"plan {self.name} names layer {beyond[0]}, but the model has layers 0–{len(names) - 1}"
-                )
-            if not rule.optional and not any(rule.matches(i, name) for i, name in enumerate(names)):
-                raise LinvitError(f"a rule of plan {self.name} matches no layer: pattern '{rule.pattern}'")
-        return [self._choice(i, name) for i, name in enumerate(names)]
-
-    def _choice(self, index: int, name: str) -> Choice | None:
-        for rule in self.rules:
-            if rule.matches(index, name):
-                return rule.choice
-        return self.default
+        chosen = [self.default] * len(names)
+        for rule in reversed(self.rules):
+            for index in rule.matching(names):
+                chosen[index] = rule.choice
+        return chosen
 
 
-def mixa(*, keep: int | Sequence[int] = 6) -> Plan:
-    """MixA: ReLU-quadratic attention in `keep` layers, SteLLA in the others.
+def mixa(*, keep: int | Sequence[int] = 6, where: str = "first") -> Plan:
+    """MixA: ReLU-quadratic attention in the layers of `keep`, SteLLA in the others.
 
-    `keep` lists the quadratic layers or counts them from the first; the paper keeps 6 and does not say which.
+    `keep` lists the quadratic layers, or counts them and `where` places them: first, last or alternating. The paper
+    keeps 6 by an analysis it does not describe; `linvit.convert(..., calibrate=loader)` measures which.
     """
-    layers = tuple(range(keep)) if isinstance(keep, int) else tuple(keep)
-    rules = (Rule(Choice("relu_quadratic"), layers=layers),) if layers else ()
+    layers = Pick(keep, where) if isinstance(keep, int) else tuple(keep)
+    rules = (Rule(Choice("relu_quadratic"), layers=layers),) if keep else ()
     return Plan("mixa", Choice("stella"), rules, drop=("relative_bias", "shift_mask"))
 
 
