@@ -15,16 +15,18 @@ from linvit.version import __version__
 
 if TYPE_CHECKING:
     from linvit.attention import TokenGrid, create_attention, list_mechanisms
+    from linvit.conversion import convert
     from linvit.models import list_models
 
 _HOMES = {
     "TokenGrid": "linvit.attention",
+    "convert": "linvit.conversion",
     "create_attention": "linvit.attention",
     "list_mechanisms": "linvit.attention",
     "list_models": "linvit.models",
 }
 
-__all__ = ["LinvitError", "TokenGrid", "__version__", "create_attention", "list_mechanisms", "list_models"]
+__all__ = ["LinvitError", "TokenGrid", "__version__", "convert", "create_attention", "list_mechanisms", "list_models"]
 
 
 def __getattr__(name: str) -> Any:

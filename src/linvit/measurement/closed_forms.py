@@ -97,8 +97,3 @@ def compact_variance(d: int) -> float:
 def compact_error(d: int) -> float:
     """Mean square of exact minus compact: the linear term and the cross products, which compact drops."""
     return 1.5 - 1 / (2 * d)
-
-
-def compact_correlation(d: int) -> float:
-    """Correlation of compact with exact; what compact drops is uncorrelated with what it keeps."""
-    return sqrt(compact_variance(d) / taylor_variance(d))

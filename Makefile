@@ -1,0 +1,38 @@
+# Everything runs from a clean clone with Python 3.11, make and a C++ compiler; .venv is made on the way.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# One thread a process: the tests run in two of them.
+test: export OMP_NUM_THREADS = 1
+
+.PHONY: test lint format docs demo venv clean
+
+test: $(INSTALLED)
+	$(BIN)/pytest -q -n 2
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(INSTALLED)
+	$(BIN)/python scripts/docs.py
+
+demo: $(INSTALLED)
+	$(BIN)/python scripts/demo.py
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,101 @@
+"""Render docs/mechanisms/ from the registry: one page a mechanism, from its docstrings. Run by `make docs`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from linvit.attention import Mechanism, Size, TokenGrid, create_attention, mechanism_class
+from linvit.cli.list import build, differences, mechanisms
+
+FOLDER = Path(__file__).parent.parent / "docs" / "mechanisms"
+GRIDS = (TokenGrid(14, 14, 1), TokenGrid(28, 28, 1), TokenGrid(56, 56, 1))
+HEADS, HEAD_DIM = 6, 64
+
+
+def pages() -> dict[str, str]:
+    """File name to text, the index included."""
+    rows = mechanisms()
+    found = {f"{row['name']}.md": page(row) for row in rows}
+    return {"README.md": index(rows), **found}
+
+
+def index(rows: list[dict[str, Any]]) -> str:
+    lines = ["# Mechanisms", "", "Rendered from the docstrings by `make docs`.", ""]
+    lines += ["| mechanism | paper | cost | differs |", "|---|---|---|---|"]
+    for row in rows:
+        cost = "N" if row["capabilities"]["linear"] else "N²"
+        differs = ", ".join(differences(row["capabilities"]))
+        lines.append(f"| [{row['name']}]({row['name']}.md) | {row['paper']} | {cost} | {differs} |")
+    lines += ["", "Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys,"]
+    lines += ["wide values and key masks, and has an implied map.", ""]
+    return "\n".join(lines)
+
+
+def page(row: dict[str, Any]) -> str:
+    cls = mechanism_class(row["name"])
+    parts = [f"# {row['name']}", f"Paper: {row['paper']}.", *texts(cls)]
+    if row["variants"]:
+        default, *others = (f"`{variant}`" for variant in row["variants"])
+        parts.append(f"Variants: {', '.join([f'{default} (default)', *others])}.")
+    if row["options"]:
+        options = [f"| `{name}` | `{default!r}` |" for name, default in row["options"].items()]
+        parts.append("\n".join(["| option | default |", "|---|---|", *options]))
+    parts.append(call(build(row["name"])))
+    differs = differences(row["capabilities"])
+    cost = "linear" if row["capabilities"]["linear"] else "quadratic"
+    parts.append(f"Cost: {cost} in the tokens. Differs from the usual: {', '.join(differs) or 'nothing'}.")
+    parts.append(macs(row["name"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def texts(cls: type[Mechanism]) -> list[str]:
+    """The class's docstring where it has its own, then its file's."""
+    own = cls.__doc__ or ""
+    return [inspect.cleandoc(text) for text in (own, sys.modules[cls.__module__].__doc__ or "") if text]
+
+
+def call(mechanism: Mechanism) -> str:
+    """How to call it, with what it needs and nothing else."""
+    shape = {"heads": HEADS, "head_dim": HEAD_DIM, "grid": "grid"}
+    needs = [f"{field}={value}" for field, value in shape.items() if field in mechanism.built_for]
+    grid = mechanism.capabilities.grid or "grid" in mechanism.built_for
+    lines = ["```python", "import linvit", ""]
+    if grid:
+        prefix = ", prefix=1" if mechanism.capabilities.prefix else ""
+        lines.append(f"grid = linvit.TokenGrid(14, 14{prefix})")
+    lines.append(f"attention = linvit.create_attention({', '.join([repr(mechanism.name), *needs])})".replace("'", '"'))
+    arguments = ["q", "k", "v", *(["grid"] if grid else []), *(["x=x"] if mechanism.capabilities.input else [])]
+    lines += [f"out = attention({', '.join(arguments)})  # each (batch, {HEADS}, tokens, {HEAD_DIM})", "```"]
+    return "\n".join(lines)
+
+
+def macs(name: str) -> str:
+    """Multiply-accumulates of one call with DeiT-S's heads, beside softmax's."""
+    lines = ["| MACs, 6 heads of 64 | " + " | ".join(f"N = {grid.tokens}" for grid in GRIDS) + " |"]
+    lines.append("|---|" + "---:|" * len(GRIDS))
+    for row in dict.fromkeys((name, "softmax")):
+        counts = [f"{count(row, grid) / 1e6:,.1f} M" for grid in GRIDS]
+        lines.append(f"| {row} | " + " | ".join(counts) + " |")
+    return "\n".join(lines)
+
+
+def count(name: str, grid: TokenGrid) -> int:
+    mechanism = create_attention(name, heads=HEADS, head_dim=HEAD_DIM, grid=grid)
+    return mechanism.macs(Size(1, HEADS, HEAD_DIM, HEAD_DIM, grid, grid))
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    rendered = pages()
+    for path in FOLDER.glob("*.md"):
+        if path.name not in rendered:
+            path.unlink()
+    for name, text in rendered.items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
