@@ -15,6 +15,7 @@ from tests.cli.conftest import Outcome
 # The command line is small and frozen: a change here is a change of the interface, made on purpose.
 VERBS = {
     "list": {"what", "--json"},
+    "tables": {"name", "--check", "--json"},
     "theory": {"--samples", "--seed", "--plot", "--json"},
     "bench op": {
         *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--passes"),

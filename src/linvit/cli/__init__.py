@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from linvit.cli import bench, theory
+from linvit.cli import bench, tables, theory
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
 from linvit.version import __version__
@@ -59,5 +59,6 @@ def linvit(
 
 # The verbs, in the order of the help. A verb with verbs of its own: app.add_typer(bench.app, name="bench").
 app.command("list")(list_verb.list_)
+app.command("tables")(tables.tables)
 app.command("theory")(theory.theory)
 app.add_typer(bench.app, name="bench")

@@ -2,15 +2,13 @@
 
 from torch import nn
 
-from linvit.attention import Mechanism
 
-
-def count_parameters(model: nn.Module, *, mechanisms: bool = True) -> int:
+def count_parameters(model: nn.Module, *, without: type[nn.Module] | None = None) -> int:
     """Trainable parameters, shared ones once; frozen ones do not count.
 
-    With `mechanisms` false, those that belong to a mechanism are left out as well: some papers count without them.
+    `without` leaves out the parameters of all modules of a kind: some papers count so.
     """
     left_out: set[int] = set()
-    if not mechanisms:
-        left_out = {id(p) for m in model.modules() if isinstance(m, Mechanism) for p in m.parameters()}
+    if without is not None:
+        left_out = {id(p) for module in model.modules() if isinstance(module, without) for p in module.parameters()}
     return sum(p.numel() for p in model.parameters() if p.requires_grad and id(p) not in left_out)

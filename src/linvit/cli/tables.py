@@ -1,0 +1,158 @@
+"""`linvit tables`: the papers' numbers beside ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from linvit.cli.output import Json, console, print_json, progress, table
+from linvit.errors import unknown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from linvit.measurement.published import Table
+    from linvit.measurement.tables import Cell, Compared
+
+
+def tables(
+    name: Annotated[
+        str | None, typer.Argument(help="fair, qtvit, mobile or castling; all of them if not given.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a row that should match does not.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the papers' parameters and MACs beside ours, with the error.
+
+    A number that should match and does not is marked ✗; where the paper's own cell is inconsistent a note says how.
+
+    \b
+    Example: linvit tables fair --check
+    """
+    from linvit.measurement.published import TABLES
+    from linvit.measurement.tables import compare
+
+    if name is not None and name not in TABLES:
+        raise unknown("table", name, TABLES)
+    chosen = {key: found for key, found in TABLES.items() if name in (None, key)}
+    compared: dict[str, list[Compared]] = {key: [] for key in chosen}
+    with progress("counting", sum(len(found.rows) for found in chosen.values())) as advance:
+        for key, found in chosen.items():
+            for row in compare(found):
+                compared[key].append(row)
+                advance()
+    if as_json:
+        print_json({key: as_dict(chosen[key], rows) for key, rows in compared.items()})
+    else:
+        out = console()
+        for key, rows in compared.items():
+            show(chosen[key], rows, out)
+    everything = [row for rows in compared.values() for row in rows]
+    if any(row.failure for row in everything) or (check and any(row.wrong for row in everything)):
+        raise typer.Exit(1)
+
+
+def show(found: Table, rows: list[Compared], out: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table as Grid
+
+    out.print(f"[bold]{found.title}[/bold]  parameters in millions, {operations(found)} in billions")
+    out.print(found.remark, style="italic")
+    notes: list[str] = []
+    left = iter(rows)
+    for section in found.sections:
+        made = table()
+        made.add_column(section.title, no_wrap=True, width=24)
+        for heading, width in (
+            *(("params", 6), ("ours", 7), ("error", 9)),
+            *((f"G{operations(found)}", 6), ("ours", 7), ("error", 9)),
+            *(("accuracy", 10), ("note", 4)),
+        ):
+            made.add_column(heading, justify="right", no_wrap=True, width=width)
+        for row in (next(left) for _ in section.rows):
+            text = row.failure or row.row.note
+            if text and text not in notes:
+                notes.append(text)
+            note = str(notes.index(text) + 1) if text else ""
+            made.add_row(row.row.label, *cells(row.params, row), *cells(row.macs, row), row.row.accuracy, note)
+        out.print(made)
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(justify="right", width=3)
+    grid.add_column()
+    for number, text in enumerate(notes, start=1):
+        grid.add_row(str(number), escape(text))
+    out.print(grid)
+    out.print(summary(found, rows) + "\n")
+
+
+def operations(found: Table) -> str:
+    return "FLOPs" if found.convention == "fvcore" else "MACs"
+
+
+def cells(cell: Cell, row: Compared) -> tuple[str, str, str]:
+    """Published, ours and the error with its mark."""
+    if row.failure:
+        return cell.published, "[red]failed[/red]", "[red]✗[/red]"
+    ours = "–" if cell.ours is None else f"{cell.ours:.3f}"
+    if cell.error is None:
+        return cell.published, ours, ""
+    percent = round(100 * cell.error, 2)
+    error = f"{percent:+.2f}%".replace("-", "−") if percent else "0.00%"
+    if cell.agrees:
+        return cell.published, ours, f"{error} [green]✓[/green]"
+    return cell.published, ours, f"[red]{error} ✗[/red]" if cell.must else f"[yellow]{error}[/yellow]  "
+
+
+def summary(found: Table, rows: list[Compared]) -> str:
+    """How many of the printed numbers agree."""
+    near = f"within {100 * found.tolerance:g} % or to the printed digit"
+    every_cell = {
+        "parameters": ("to the printed digit", [row.params for row in rows]),
+        operations(found): (near, [row.macs for row in rows]),
+    }
+    lines = []
+    for what, (how, all_cells) in every_cell.items():
+        printed = [cell for cell in all_cells if cell.published and cell.ours is not None]
+        not_built = sum(bool(cell.published) and not row.row.model for cell, row in zip(all_cells, rows, strict=True))
+        wrong = sum(cell.wrong for cell in all_cells)
+        explained = sum(not cell.agrees and not cell.wrong for cell in printed)
+        line = f"{what}: {sum(cell.agrees for cell in printed)} of {len(printed)} {how}"
+        line += f", {explained} explained above" if explained else ""
+        line += f", {not_built} not built here" if not_built else ""
+        lines.append(line + (f", [red]{wrong} wrong[/red]" if wrong else ""))
+    return "\n".join(lines)
+
+
+def as_dict(found: Table, rows: list[Compared]) -> dict[str, Any]:
+    def cell(c: Cell) -> dict[str, Any]:
+        return {
+            "published": float(c.published) if c.published else None,
+            "ours": c.ours,
+            "error": c.error,
+            "agrees": c.agrees if c.error is not None else None,
+            "must_agree": c.must,
+        }
+
+    sections = [section.title for section in found.sections for _ in section.rows]
+    return {
+        "title": found.title,
+        "remark": found.remark,
+        "convention": found.convention,
+        "tolerance": found.tolerance,
+        "rows": [
+            {
+                "section": section,
+                "label": row.row.label.strip(),
+                "model": row.row.model or None,
+                "options": dict(row.row.options),
+                "input_size": list(row.row.input_size),
+                "params_millions": cell(row.params),
+                "macs_billions": cell(row.macs),
+                "accuracy": row.row.accuracy or None,
+                "note": row.row.note or None,
+                "failure": row.failure or None,
+            }
+            for section, row in zip(sections, rows, strict=True)
+        ],
+    }

@@ -1,0 +1,100 @@
+"""Our parameters and MACs beside the published ones, cell by cell."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from linvit.attention import Mechanism
+from linvit.measurement.macs import count_macs
+from linvit.measurement.parameters import count_parameters
+from linvit.measurement.published import Row, Table
+
+LEFT_OUT: dict[str, type[nn.Module]] = {"mechanisms": Mechanism, "batch_norm": _BatchNorm}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A published number (as printed) and ours, in the same unit."""
+
+    published: str
+    ours: float | None
+    agrees: bool  # ours, counted the paper's way, is the printed number
+    must: bool  # it has to agree
+
+    @property
+    def error(self) -> float | None:
+        """How far ours is from the printed number, relative to that."""
+        if not self.published or self.ours is None:
+            return None
+        return self.ours / float(self.published) - 1
+
+    @property
+    def wrong(self) -> bool:
+        return self.must and not self.agrees
+
+
+@dataclass(frozen=True)
+class Compared:
+    row: Row
+    params: Cell
+    macs: Cell
+    failure: str = ""  # why the model could not be built or counted
+
+    @property
+    def wrong(self) -> bool:
+        return bool(self.failure) or self.params.wrong or self.macs.wrong
+
+
+def compare(table: Table) -> Iterator[Compared]:
+    """Every row of the table, counted one after the other."""
+    for row in table.rows:
+        yield compare_row(row, table)
+
+
+def compare_row(row: Row, table: Table) -> Compared:
+    if not row.model:
+        return Compared(row, Cell(row.params, None, False, False), Cell(row.macs, None, False, False))
+    try:
+        model = build(row.model, **row.options)
+        ours = count_parameters(model) / 1e6
+        their_way = ours
+        if row.left_out:
+            their_way = count_parameters(model, without=LEFT_OUT[row.left_out]) / 1e6
+        macs = count_macs(model, row.input_size, table.convention) / 1e9
+    except Exception as error:  # a table is printed whole, whatever is wrong with one of its rows
+        reason = f"{row.model}: {str(error).partition(chr(10))[0] or type(error).__name__}"
+        return Compared(row, Cell(row.params, None, False, True), Cell(row.macs, None, False, True), reason)
+    return Compared(
+        row,
+        Cell(row.params, ours, is_printed(their_way, row.params), bool(row.params) and "params" not in row.differs),
+        Cell(row.macs, macs, is_near(macs, row.macs, table.tolerance), bool(row.macs) and "macs" not in row.differs),
+    )
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """A timm model without weights: on the meta device 246 M parameters cost nothing."""
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        return timm.create_model(name, **options)
+
+
+def half_a_digit(printed: str) -> float:
+    """Half a unit of the last printed digit."""
+    return 0.5 * 10.0 ** -len(printed.partition(".")[2])
+
+
+def is_printed(value: float, printed: str) -> bool:
+    """Whether `value` rounds to what is printed; true where nothing is."""
+    return not printed or abs(value - float(printed)) <= half_a_digit(printed)
+
+
+def is_near(value: float, printed: str, tolerance: float) -> bool:
+    return is_printed(value, printed) or abs(value / float(printed) - 1) <= tolerance
