@@ -15,7 +15,7 @@ from linvit.version import __version__
 
 if TYPE_CHECKING:
     from linvit.attention import TokenGrid, create_attention, list_mechanisms
-    from linvit.conversion import convert
+    from linvit.conversion import convert, load, load_weights, resample_patches, resample_windows, save
     from linvit.models import list_models
 
 _HOMES = {
@@ -24,9 +24,27 @@ _HOMES = {
     "create_attention": "linvit.attention",
     "list_mechanisms": "linvit.attention",
     "list_models": "linvit.models",
+    "load": "linvit.conversion",
+    "load_weights": "linvit.conversion",
+    "resample_patches": "linvit.conversion",
+    "resample_windows": "linvit.conversion",
+    "save": "linvit.conversion",
 }
 
-__all__ = ["LinvitError", "TokenGrid", "__version__", "convert", "create_attention", "list_mechanisms", "list_models"]
+__all__ = [
+    "LinvitError",
+    "TokenGrid",
+    "__version__",
+    "convert",
+    "create_attention",
+    "list_mechanisms",
+    "list_models",
+    "load",
+    "load_weights",
+    "resample_patches",
+    "resample_windows",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -142,6 +142,7 @@ class Mechanism(nn.Module):
             raise unknown(f"variant of {self.name}", variant, self.variants)
         self.variant = variant or (self.variants[0] if self.variants else "")
         self.impl = "auto"
+        self.options: dict[str, Any] = {}  # what create_attention was given beside the shape
 
     def require(self, *needed: str) -> None:
         """Insist on fields of the shape; calls are then checked against them. For options that bring parameters."""

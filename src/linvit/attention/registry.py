@@ -76,5 +76,5 @@ def create_attention(
                 else LinvitError(f"{name} takes no options, got '{option}'")
             )
     mechanism = cls(Shape(heads, head_dim, value_dim, dim, grid), **options)
-    mechanism.impl = impl
+    mechanism.impl, mechanism.options = impl, options
     return mechanism

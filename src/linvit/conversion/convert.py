@@ -84,11 +84,8 @@ def convert(
         steps.append((name, module, choice, mechanism, check(name, module, mechanism, given_up)))
     before = {name for name, _ in model.named_parameters()}
     was = {name: current_mechanism(module) for name, module in hosts}
-    for _, module, _, mechanism, dropped in steps:
-        swap(module, mechanism, dropped)
-    for kind in {type(module) for _, module, *_ in steps}:
-        assert issubclass(kind, Host)
-        kind.prepare(model, hosts)
+    install(model, hosts, [(module, mechanism, dropped) for _, module, _, mechanism, dropped in steps])
+    remember(model, plan, given_up, input_size)
     after = dict(model.named_parameters())
     done = {name: (str(choice), dropped) for name, _, choice, _, dropped in steps}
     return Report(
@@ -155,7 +152,28 @@ def swap(module: nn.Module, mechanism: Mechanism, dropped: tuple[str, ...]) -> N
     for feature in dropped:
         host.give_up(module, feature)
     module.__class__ = host
+    assert isinstance(module, Host)
     module.mechanism = mechanism
+    module.given_up = tuple(dict.fromkeys((*module.given_up, *dropped)))
+
+
+def install(
+    model: nn.Module,
+    hosts: list[tuple[str, nn.Module]],
+    steps: list[tuple[nn.Module, Mechanism, tuple[str, ...]]],
+) -> None:
+    """Swap each module's attention for its mechanism, then let the hosts prepare the model."""
+    for module, mechanism, dropped in steps:
+        swap(module, mechanism, dropped)
+    for kind in {type(module) for module, *_ in steps}:
+        assert issubclass(kind, Host)
+        kind.prepare(model, hosts)
+
+
+def remember(model: nn.Module, plan: Plan, drop: set[str], input_size: tuple[int, int] | None) -> None:
+    """Note the conversion on the model as plain data; `linvit.save` writes it into the config."""
+    done = {"plan": plan, "drop": sorted(drop), "input_size": input_size}
+    model.linvit_conversions = [*getattr(model, "linvit_conversions", []), done]  # type: ignore[assignment]
 
 
 def probe_grids(

@@ -64,6 +64,7 @@ class Host(nn.Module):
     native: ClassVar[str] = "softmax"
     mechanism: Mechanism
     grids: Grids | None = None
+    given_up: tuple[str, ...] = ()  # what was dropped here, by all conversions so far
 
     @staticmethod
     def shape(module: Any) -> Shape:

@@ -13,6 +13,8 @@ from torch import nn
 
 from linvit.errors import LinvitError
 
+TIMMS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")  # arguments timm adds that shape no model
+
 
 def default_cfg(**overrides: Any) -> dict[str, Any]:
     """What timm wants to know about a model nobody has published weights for."""
@@ -41,7 +43,10 @@ def add_model(
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         if pretrained:
             raise LinvitError(f"no weights are published for {name}: {instead}")
-        return build(name, **kwargs)
+        model = build(name, **kwargs)
+        args = {key: value for key, value in kwargs.items() if key not in TIMMS}
+        model.linvit_origin = {"name": name, "args": args}  # type: ignore[assignment]  # for linvit.save
+        return model
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
     entrypoint.__module__ = module

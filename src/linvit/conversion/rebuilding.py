@@ -1,0 +1,174 @@
+"""How to build a model again from its name: what `linvit.save` writes down and `linvit.load` reads.
+
+timm does not keep the arguments that built a model. Named models of linvit note theirs; for others the common ones are
+read off the model. Either way the model is built once more on the meta device and compared, names, shapes and settings,
+so that a saved model is known to load.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import timm
+import torch
+from timm.models import is_model, list_models
+from torch import nn
+
+from linvit.attention import TokenGrid
+from linvit.conversion.convert import build_mechanism, find_hosts, install
+from linvit.conversion.host import Host
+from linvit.conversion.plan import Choice
+from linvit.errors import LinvitError, unknown
+
+# Settings that matter in training only, or that the machine decides: a rebuilt model may differ in them.
+PASSING = {"training", "grad_checkpointing", "fused_attn", "p", "drop_prob", "drop_rate", "scale_by_keep", "impl"}
+PLAIN = (bool, int, float, str, type(None))
+
+
+def build(name: str, args: Mapping[str, Any]) -> nn.Module:
+    """The model without its weights."""
+    if not is_model(name):
+        raise unknown("model", name, list_models())
+    try:
+        return timm.create_model(name, pretrained=False, **args)
+    except LinvitError:
+        raise
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise LinvitError(f"{name} cannot be built with {dict(args)}: {error}") from error
+
+
+def layers_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Which converted layer has which mechanism, as it was built."""
+    rows = []
+    for name, module in find_hosts(model):
+        if isinstance(module, Host):
+            grid = module.mechanism.shape.grid
+            rows.append(
+                {
+                    "name": name,
+                    "mechanism": module.mechanism.name,
+                    "options": module.mechanism.options,
+                    "grid": None if grid is None else [grid.height, grid.width, grid.prefix],
+                    "dropped": list(module.given_up),
+                }
+            )
+    return rows
+
+
+def install_layers(model: nn.Module, rows: list[dict[str, Any]]) -> None:
+    """Give a freshly built model the mechanisms that `layers_of` listed."""
+    hosts = find_hosts(model)
+    found = dict(hosts)
+    steps = []
+    for row in rows:
+        if row["name"] not in found:
+            raise LinvitError(f"the config names the layer {row['name']}, which {type(model).__name__} does not have")
+        module = found[row["name"]]
+        grid = None if row["grid"] is None else TokenGrid(*row["grid"])
+        mechanism = build_mechanism(module, Choice(row["mechanism"], row["options"]), grid, "auto")
+        steps.append((module, mechanism, tuple(row["dropped"])))
+    install(model, hosts, steps)
+
+
+def origin(
+    model: nn.Module, name: str | None, args: Mapping[str, Any] | None, rows: list[dict[str, Any]]
+) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments that build this model; an error where they cannot be told."""
+    noted = getattr(model, "linvit_origin", {})
+    name = name or noted.get("name") or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    if not name:
+        raise LinvitError(f"this {type(model).__name__} has no timm name: give model_name='…' and model_args={{…}}")
+    known = {**(noted.get("args", {}) if name == noted.get("name") else {}), **(args or {})}
+    with torch.device("meta"):
+        found = {**known, **discover(model, build(name, known)), **(args or {})}
+        again = build(name, found)
+        install_layers(again, rows)
+    difference = next(differences(model, again), None)
+    if difference:
+        raise LinvitError(f"{name} built with {found} is not this model: {difference}; give model_args={{…}}")
+    return name, found
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The model inside timm's feature wrapper, else the model."""
+    wrapped = getattr(model, "model", None)
+    return wrapped if type(model).__module__ == "timm.models._features" and wrapped is not None else model
+
+
+def single(size: Any) -> Any:
+    """7 for (7, 7): not every model takes pairs."""
+    return size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
+
+
+def blocks(model: Any) -> list[Any]:
+    return [block for layer in model.layers for block in layer.blocks]
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "num_classes": lambda model: model.num_classes,
+    "in_chans": lambda model: model.in_chans,
+    "global_pool": lambda model: model.global_pool,
+    "img_size": lambda model: single(model.patch_embed.img_size),
+    "patch_size": lambda model: single(model.patch_embed.patch_size),
+    "window_size": lambda model: single(max(tuple(block.window_size) for block in blocks(model))),
+    "depth": lambda model: len(model.blocks),
+    "depths": lambda model: tuple(len(layer.blocks) for layer in model.layers),
+    "embed_dim": lambda model: model.patch_embed.proj.out_channels,
+    "num_heads": lambda model: heads(model),
+    "class_token": lambda model: model.has_class_token,
+    "reg_tokens": lambda model: model.num_reg_tokens,
+    "no_embed_class": lambda model: model.no_embed_class,
+    "dynamic_img_size": lambda model: model.dynamic_img_size,
+    "dynamic_img_pad": lambda model: model.patch_embed.dynamic_img_pad,
+    "strict_img_size": lambda model: model.patch_embed.strict_img_size,
+}
+
+
+def heads(model: Any) -> Any:
+    if hasattr(model, "layers"):
+        return tuple(layer.blocks[0].attn.num_heads for layer in model.layers)
+    return model.blocks[0].attn.num_heads
+
+
+def discover(model: nn.Module, built: nn.Module) -> dict[str, Any]:
+    """Arguments by which the model differs from the one built without them, as far as they can be read off it."""
+    found: dict[str, Any] = {}
+    if type(model).__module__ == "timm.models._features" and type(built) is not type(model):
+        info: Any = model.feature_info
+        found |= {"features_only": True, "out_indices": tuple(info.out_indices)}
+    mine, theirs = inner(model), inner(built)
+    taken = {parameter for cls in type(theirs).__mro__[:-1] for parameter in inspect.signature(cls).parameters}
+    for argument, read in READERS.items():
+        try:
+            value, default = read(mine), read(theirs)
+        except (AttributeError, IndexError, TypeError, ValueError):
+            continue
+        if argument in taken and value != default:
+            found[argument] = value
+    return found
+
+
+def differences(model: nn.Module, again: nn.Module) -> Iterator[str]:
+    """In words, where the rebuilt model is another: missing or extra tensors, shapes, plain settings of modules."""
+    have, get = ({name: tuple(t.shape) for name, t in m.state_dict().items()} for m in (model, again))
+    for name in sorted(have.keys() | get.keys()):
+        if have.get(name) != get.get(name):
+            yield f"{name} is {size(have.get(name))}, not {size(get.get(name))}"
+    twins = dict(again.named_modules())
+    for name, module in model.named_modules():
+        twin = vars(twins[name]) if name in twins else {}
+        for setting, value in vars(module).items():
+            if setting in PASSING or setting.startswith(("_", "linvit_")) or setting not in twin:
+                continue
+            if plain(value) and plain(twin[setting]) and single(value) != single(twin[setting]):
+                yield f"{name}{'.' if name else ''}{setting} is {value!r}, not {twin[setting]!r}"
+
+
+def plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple | list) and all(map(plain, value)))
+
+
+def size(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "×".join(map(str, shape)) or "a number"

@@ -1,0 +1,59 @@
+"""Another patch size or window size with the weights kept, before or after conversion. MixA runs DeiT on patches of 14
+pixels and Swin on windows of 14 tokens, and starts both from the usual weights.
+
+The patch kernel is resampled by the pseudo-inverse of image resizing (FlexiViT): the new kernel answers a resized patch
+as nearly as can be like the old one answers the patch itself. Resizing the kernel as a picture would change its scale
+and blur it. Position tables are interpolated bicubically, with antialiasing. timm has both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from timm.layers import to_2tuple
+from torch import nn
+
+from linvit.errors import LinvitError
+
+
+def resample_patches(model: nn.Module, patch_size: int, input_size: int | tuple[int, int] | None = None) -> None:
+    """Give a ViT, EVA or Swin another patch size, in place. The input size stays unless told."""
+    if not hasattr(getattr(model, "patch_embed", None), "set_input_size"):
+        raise LinvitError(f"{type(model).__name__} has no patch embedding that can be resampled")
+    if patch_size < 1:
+        raise LinvitError(f"the patch size must be at least 1, got {patch_size}")
+    height, width = size = new_size(model, input_size)
+    if height % patch_size or width % patch_size:
+        raise LinvitError(
+            f"{height}×{width} pixels cannot be cut into patches of {patch_size}: give another input_size"
+        )
+    resize(model, img_size=size, patch_size=to_2tuple(patch_size))
+
+
+def resample_windows(model: nn.Module, window_size: int, input_size: int | tuple[int, int] | None = None) -> None:
+    """Give a Swin another window size, in place; its relative bias is interpolated, where it has one.
+
+    A stage with fewer tokens than that a side has one window of the whole picture, as timm builds it.
+    """
+    if "window_size" not in inspect.signature(getattr(model, "set_input_size", lambda: None)).parameters:
+        raise LinvitError(f"{type(model).__name__} has no windows that can be resized")
+    if window_size < 1:
+        raise LinvitError(f"the window size must be at least 1, got {window_size}")
+    resize(model, img_size=new_size(model, input_size), window_size=to_2tuple(window_size))
+
+
+def new_size(model: Any, input_size: int | tuple[int, int] | None) -> tuple[int, int]:
+    """The size asked for, else the one the model is built for."""
+    if input_size is not None:
+        return to_2tuple(input_size)
+    size = getattr(model.patch_embed, "img_size", None)
+    return tuple(size) if size is not None else tuple(model.pretrained_cfg["input_size"][-2:])
+
+
+def resize(model: Any, **sizes: Any) -> None:
+    """timm's set_input_size; Swin's would pick its windows anew where they are not given."""
+    takes = inspect.signature(model.set_input_size).parameters
+    if "window_size" in takes and "window_size" not in sizes:
+        sizes["window_size"] = max(tuple(block.window_size) for layer in model.layers for block in layer.blocks)
+    model.set_input_size(**sizes)

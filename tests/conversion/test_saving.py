@@ -1,0 +1,290 @@
+"""Saved models come back as they were, from nothing but their folder."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+
+import linvit
+from linvit import LinvitError
+from linvit.conversion.saving import CONFIG, WEIGHTS, load, save
+from tests.conversion.families import DROP, FAMILIES, VIT, Family
+
+DEIT = Family("deit_tiny_patch16_224", VIT)
+
+
+def converted(family: Family = DEIT, plan: str = "stella", **options: Any) -> nn.Module:
+    model = family.build()
+    linvit.convert(model, plan, drop=DROP, input_size=(family.size, family.size), **options)
+    return model
+
+
+@torch.no_grad()
+def same(a: nn.Module, b: nn.Module, image: torch.Tensor) -> bool:
+    return torch.equal(a.eval()(image), b.eval()(image))
+
+
+def test_every_family_in_a_fresh_process(tmp_path: Path) -> None:
+    expected = {}
+    for i, family in enumerate(FAMILIES):
+        model = converted(family, "qt" if i % 2 else "castling")
+        save(model, tmp_path / family.model, model_args=family.options)
+        with torch.no_grad():
+            expected[family.model] = model(family.image())
+    safetensors.torch.save_file({f.model: f.image() for f in FAMILIES}, tmp_path / "images")
+    code = """
+import sys, pathlib, linvit, torch, safetensors.torch
+folder = pathlib.Path(sys.argv[1])
+images = safetensors.torch.load_file(folder / "images")
+with torch.no_grad():
+    outputs = {name: linvit.load(folder / name)(image) for name, image in images.items()}
+safetensors.torch.save_file(outputs, folder / "outputs")
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    found = safetensors.torch.load_file(tmp_path / "outputs")
+    for name, output in expected.items():
+        assert torch.equal(found[name], output), name
+
+
+def test_the_config_says_what_the_model_is(tmp_path: Path) -> None:
+    model = converted(plan="mixa", keep=1)
+    save(model, tmp_path / "m")
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [CONFIG, WEIGHTS]
+    config = json.loads((tmp_path / "m" / CONFIG).read_text())
+    assert config["format"] == 1 and config["linvit"] == linvit.__version__
+    assert config["model"] == "deit_tiny_patch16_224" and config["args"]["depth"] == 2
+    assert config["conversions"][0]["plan"]["name"] == "mixa" and config["conversions"][0]["input_size"] == [64, 64]
+    assert [row["mechanism"] for row in config["layers"]] == ["relu_quadratic", "stella"]
+    assert config["preprocessing"]["input_size"] == [3, 64, 64]
+    assert config["preprocessing"]["mean"] == list(timm.data.IMAGENET_DEFAULT_MEAN)
+
+
+def test_arguments_are_read_off_common_models(tmp_path: Path) -> None:
+    for family in FAMILIES[:3]:
+        model = converted(family)
+        save(model, tmp_path / "m")
+        assert same(model, load(tmp_path / "m"), family.image())
+
+
+def test_a_model_that_cannot_be_told_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    family = next(f for f in FAMILIES if f.model == "efficientvit_b1")
+    with pytest.raises(LinvitError, match=r"not this model: .* is .*, not .*; give model_args=") as error:
+        save(converted(family), tmp_path / "m")
+    assert "\n" not in str(error.value)
+    model = timm.create_model("deit_tiny_patch16_224", num_heads=6)
+    with pytest.raises(LinvitError, match=r"num_heads|head_dim"):
+        save(model, tmp_path / "m", model_args={"num_heads": 3})
+    with pytest.raises(LinvitError, match="no timm name"):
+        save(nn.Linear(2, 2), tmp_path / "m")
+    with pytest.raises(LinvitError, match="did you mean deit_tiny_patch16_224"):
+        save(model, tmp_path / "m", model_name="deit_tiny_patch16_22")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name, args",
+    [
+        ("qtvit_1_noape", {"widths": (8, 16, 16, 32, 32), "depths": (1, 1, 1, 1, 1), "num_classes": 7}),
+        ("mixa_deit_tiny_p14", {"keep": (0, 2), "depth": 3, "embed_dim": 48, "img_size": 56, "num_classes": 7}),
+        ("mixa_swin_tiny_w14", {"keep": 1, "depths": (2,), "embed_dim": 24, "num_heads": (2,), "num_classes": 7}),
+        ("fair_pyramid_p4_pa", {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 16, "num_classes": 7}),
+        ("deit_tiny_patch16_224", {"depth": 2, "features_only": True, "out_indices": (0, 1)}),
+    ],
+)
+def test_named_models_remember_how_they_were_built(name: str, args: dict[str, Any], tmp_path: Path) -> None:
+    model = timm.create_model(name, **args)
+    if args.get("features_only"):
+        linvit.convert(model, "stella")
+    elif not name.startswith("fair"):
+        model.reset_classifier(5)
+    save(model, tmp_path / "m")
+    again = load(tmp_path / "m")
+    save(again, tmp_path / "again")
+    for file in (CONFIG, WEIGHTS):
+        assert (tmp_path / "m" / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+    image = torch.randn(1, 3, args.get("img_size", 224), args.get("img_size", 224))
+    with torch.no_grad():
+        outputs = [m.eval()(image) for m in (model, again)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+def test_converted_twice_dropped_and_half_precision(tmp_path: Path) -> None:
+    family = next(f for f in FAMILIES if f.model.startswith("swin"))
+    model = family.build()
+    linvit.convert(model, "stella", drop=DROP)
+    linvit.convert(model, "softmax")
+    model.bfloat16()
+    model.head.float()
+    save(model, tmp_path / "m", model_args=family.options)
+    again = load(tmp_path / "m")
+    assert {n: t.dtype for n, t in again.state_dict().items()} == {n: t.dtype for n, t in model.state_dict().items()}
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in again.state_dict().items())
+    assert len(again.linvit_conversions) == 2 and not again.training
+
+
+def test_saving_again_replaces_and_leaves_other_files(tmp_path: Path) -> None:
+    model = converted()
+    save(model, tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    linvit.convert(model, "softmax")
+    save(torch.compile(model), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG, WEIGHTS, "notes.txt"]
+    assert same(model, load(tmp_path), DEIT.image())
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted()
+    save(model, tmp_path / "old")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    linvit.convert(model, "sima")
+    monkeypatch.setattr(os, "fsync", full)
+    for folder in ("old", "new"):
+        with pytest.raises(LinvitError, match=r"cannot write .*No space left"):
+            save(model, tmp_path / folder)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()} == before
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(LinvitError, match="is a file"):
+        save(model, tmp_path / "file")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save(converted(), tmp_path / "m")
+    return tmp_path / "m"
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, **changes}))
+
+
+ROW = {"name": "blocks.0.attn", "mechanism": "stella", "options": {}, "grid": None, "dropped": []}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"format": 2, "linvit": "9.1"}, "format 2, written by linvit 9.1; this one reads up to 1: upgrade"),
+        ({"format": None}, "not one that linvit.save wrote"),
+        ({"model": "deit_tny_patch16_224"}, "unknown model .* did you mean deit_tiny_patch16_224"),
+        ({"model": None}, "damaged: 'model' is None"),
+        ({"dtype": "nn"}, "damaged: 'dtype' is 'nn'"),
+        ({"args": {"depht": 2}}, "cannot be built with"),
+        ({"args": {}}, "the weights do not fit the config, beginning with blocks.0"),
+        ({"layers": [3]}, "damaged: a layer is 3"),
+        ({"layers": [{**ROW, "mechanism": "stela"}]}, "unknown mechanism 'stela'; did you mean stella"),
+        ({"layers": [{**ROW, "name": "blocks.9.attn"}]}, "names the layer blocks.9.attn"),
+        ({"layers": [{**ROW, "options": {"kernel": 3}}]}, "takes no options"),
+        ({"conversions": [{"plan": {"version": 2}}]}, "version 2, this linvit reads up to 1"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_one_line(saved: Path, changes: dict[str, Any], message: str) -> None:
+    edit(saved, **changes)
+    with pytest.raises(LinvitError, match=message) as error:
+        load(saved)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_and_missing_files_are_one_line(saved: Path) -> None:
+    whole = (saved / WEIGHTS).read_bytes()
+    for part in (whole[: len(whole) // 2], whole[:4], b""):
+        (saved / WEIGHTS).write_bytes(part)
+        with pytest.raises(LinvitError, match=r"model.safetensors is damaged"):
+            load(saved)
+    (saved / WEIGHTS).unlink()
+    with pytest.raises(LinvitError, match=r"model.safetensors is missing"):
+        load(saved)
+    (saved / CONFIG).write_text("{")
+    with pytest.raises(LinvitError, match=r"config.json is damaged"):
+        load(saved)
+    (saved / CONFIG).unlink()
+    with pytest.raises(LinvitError, match=r"holds no config.json"):
+        load(saved)
+    with pytest.raises(LinvitError, match="there is no folder"):
+        load(saved / "nowhere")
+
+
+class Runs:
+    """Unpickled, this makes a file: what a hostile checkpoint would do with worse."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("form", ["torch", "plain"])
+def test_a_pickle_that_wants_to_run_code_is_refused(form: str, tmp_path: Path) -> None:
+    import pickle
+
+    trace, file = tmp_path / "trace", tmp_path / "model.pth"
+    model = DEIT.build()
+    payload = {"state_dict": model.state_dict(), "extra": Runs(trace)}
+    if form == "torch":
+        torch.save(payload, file)
+    else:
+        file.write_bytes(pickle.dumps(payload))
+    before = copy.deepcopy(model.state_dict())
+    for attempt in (lambda: linvit.load(file), lambda: linvit.load(tmp_path), lambda: linvit.load_weights(model, file)):
+        with pytest.raises(LinvitError, match=r"pickle.* may run code") as error:
+            attempt()
+        assert "\n" not in str(error.value)
+    assert not trace.exists()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_a_checkpoint_of_the_original_loads_into_the_converted_model(suffix: str, tmp_path: Path) -> None:
+    for family in FAMILIES[:3]:
+        original = family.build(seed=3)
+        file = tmp_path / f"weights.{suffix}"
+        if suffix == "pth":
+            torch.save({"epoch": 3, "model": {f"module.{k}": v for k, v in original.state_dict().items()}}, file)
+        else:
+            safetensors.torch.save_file(original.state_dict(), file)
+        model = converted(family, "castling")
+        linvit.load_weights(model, file)
+        linvit.convert(original, "castling", drop=DROP)
+        state = {k: v for k, v in model.state_dict().items() if ".mechanism." not in k}
+        assert all(torch.equal(original.state_dict()[name], tensor) for name, tensor in state.items())
+
+
+def test_weights_of_another_model_are_one_line_and_touch_nothing(tmp_path: Path) -> None:
+    model = converted()
+    before = copy.deepcopy(model.state_dict())
+    good = model.state_dict()
+    bad = {
+        "has no cls_token": {k: v for k, v in good.items() if k != "cls_token"},
+        r"has extra, which the model lacks": {**good, "extra": torch.ones(1)},
+        r"head.bias is 9, the model's 7": {**good, "head.bias": torch.ones(9)},
+    }
+    for message, state in bad.items():
+        safetensors.torch.save_file(state, tmp_path / "w.safetensors")
+        with pytest.raises(LinvitError, match=message):
+            linvit.load_weights(model, tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(LinvitError, match="damaged"):
+        linvit.load_weights(model, tmp_path / "w.safetensors")
+    torch.save([1, 2], tmp_path / "w.pt")
+    with pytest.raises(LinvitError):
+        linvit.load_weights(model, tmp_path / "w.pt")
+    with pytest.raises(LinvitError, match="no checkpoint"):
+        linvit.load_weights(model, tmp_path / "none.pt")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
