@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from timm.layers import to_2tuple
+from timm.layers import resample_abs_pos_embed, to_2tuple
 from torch import nn
 
 from linvit.errors import LinvitError
@@ -24,7 +24,8 @@ def resample_patches(model: nn.Module, patch_size: int, input_size: int | tuple[
     if patch_size < 1:
         raise LinvitError(f"the patch size must be at least 1, got {patch_size}")
     height, width = size = new_size(model, input_size)
-    if height % patch_size or width % patch_size:
+    padded = getattr(model.patch_embed, "dynamic_img_pad", False)
+    if not padded and (height % patch_size or width % patch_size):
         raise LinvitError(
             f"{height}×{width} pixels cannot be cut into patches of {patch_size}: give another input_size"
         )
@@ -56,4 +57,10 @@ def resize(model: Any, **sizes: Any) -> None:
     takes = inspect.signature(model.set_input_size).parameters
     if "window_size" in takes and "window_size" not in sizes:
         sizes["window_size"] = max(tuple(block.window_size) for layer in model.layers for block in layer.blocks)
+    grid, table = model.patch_embed.grid_size, getattr(model, "pos_embed", None)
     model.set_input_size(**sizes)
+    if table is not None and model.pos_embed is table and model.patch_embed.grid_size != grid:
+        # As many tokens as before on another grid, 4×9 for 6×6: timm only looks at their number.
+        prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+        resampled = resample_abs_pos_embed(table, model.patch_embed.grid_size, grid, prefix)
+        model.pos_embed = nn.Parameter(resampled.detach())
