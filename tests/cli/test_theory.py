@@ -45,3 +45,10 @@ def test_json(linvit: Callable[..., Outcome]) -> None:
 def test_mistakes_are_one_line(linvit: Callable[..., Outcome], options: list[str], message: str) -> None:
     outcome = linvit("theory", *options)
     assert (outcome.code, outcome.out, outcome.err) == (2, "", message)
+
+
+def test_a_file_that_cannot_be_written_is_one_line(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    taken = tmp_path / "folder.png"
+    taken.mkdir()
+    outcome = linvit("theory", "--samples", "10000", "--plot", str(taken))
+    assert (outcome.code, outcome.out, outcome.err) == (2, "", f"error: {taken}: Is a directory\n")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -34,8 +34,16 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         app(args)
     except LinvitError as mistake:
-        print("error:", " ".join(str(mistake).split()), file=sys.stderr)
-        sys.exit(2)
+        complain(str(mistake))
+    except OSError as mistake:
+        if mistake.filename is None:
+            raise
+        complain(f"{mistake.filename}: {mistake.strerror}")
+
+
+def complain(message: str) -> NoReturn:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
 
 
 def _version(wanted: bool) -> None:
