@@ -78,6 +78,5 @@ def verdict(finding: Finding) -> str:
 
 
 def number(x: float) -> str:
-    if x == 0 or 1e-3 <= abs(x) < 1e4:
-        return f"{x:.4g}"
-    return f"{x:,.0f}" if abs(x) >= 1e4 else f"{x:.2e}"
+    """Four digits."""
+    return f"{x:#.4g}".rstrip(".") if 1e-3 <= abs(x) < 1e4 else f"{x:.2e}" if x else "0"

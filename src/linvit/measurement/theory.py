@@ -56,7 +56,7 @@ TOPICS = {
     ),
     "scale": Topic(
         "What this makes of SteLLA's output (its formula is inferred)",
-        "Rows of the map sum to √d/2π, near softmax's 1 for heads of 32 to 64, so pretrained weights survive the swap. "
+        "Rows of the map sum to √d/2π, near softmax's 1 for heads of 32 to 64: the scale pretrained weights expect. "
         "Values are half correlated here; softmax and ReLU-linear are measured beside it.",
     ),
     "angular": Topic(
