@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.features import Direction
+from linvit.attention.linear import Fusion, LinearAttention
 from linvit.attention.local import TokenConv, values_at_queries
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size
 from linvit.attention.normalisers import Constant
 from linvit.attention.registry import register
 from linvit.errors import LinvitError
+from linvit.kernels.linear import Formula
 
 
 @register("castling", paper="Castling-ViT")
@@ -57,6 +59,7 @@ class Castling(LinearAttention):
     ) -> None:
         super().__init__(shape)
         self.sparse, self.threshold, self.eps = sparse, threshold, eps
+        self.feature = Direction(eps)
         self.conv = None
         if kernel_size:
             if kernel_size % 2 == 0:
@@ -67,12 +70,6 @@ class Castling(LinearAttention):
             self.register_buffer("sparse_scale", torch.ones(()), persistent=False)
             self.register_buffer("kept", torch.zeros(()), persistent=False)
         self.capabilities = replace(self.capabilities, equivariant=self.conv is None, rotary=True)
-
-    def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return F.normalize(q, dim=-1, eps=self.eps), F.normalize(k, dim=-1, eps=self.eps)
-
-    def width(self, head_dim: int) -> int:
-        return head_dim
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return 0.5 * values_at_queries(call.keep(v), call) + super().core(q, k, v, call)
@@ -85,10 +82,23 @@ class Castling(LinearAttention):
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.sparse and self.training:
             out = out + self.sparse_scale.to(out.dtype) * self.sparse_branch(q, k, v, call)
-        out = F.normalize(out, dim=-1, eps=self.eps)
+        return self.add_local(F.normalize(out, dim=-1, eps=self.eps), v, call)
+
+    def add_local(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.conv is None:
             return out
         return out + self.conv(values_at_queries(call.keep(v), call))
+
+    def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
+        if self.sparse and self.training:
+            return "its softmax branch, for training, is not fused"
+        if call.grid != call.key_grid:
+            return "its values have to be brought to other positions for the queries"
+        formula = Formula("direction", scale=1 / math.pi, feature_eps=self.eps, own=0.5, norm=True, norm_eps=self.eps)
+        return Fusion(q, k, formula)
+
+    def finish_fused(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return self.add_local(out, v, call)
 
     def sparse_branch(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Masked softmax attention, not renormalised; gradients pass through the kept entries only."""

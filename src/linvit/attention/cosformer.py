@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class ClampedRowSum(RowSum):
 
     def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor:
         return 1 / (phi_q @ phi_k.sum(-2).unsqueeze(-1)).clamp_min(self.eps)
+
+    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
+        return {"row_sum": True, "clamp": True, "eps": self.eps}
 
 
 @register("cosformer", paper="cosFormer")

@@ -1,24 +1,38 @@
 """The base of most mechanisms: `out = local(v) + norm(phi(q) · (phi(k)ᵀ · v))`.
 
-A subclass names its feature map and its normaliser; this class derives the reference, the implied map and the MAC
-count from them.
+A subclass names its feature map and its normaliser; this class derives the reference, the implied map, the MAC count
+and the use of the fused kernel from them. A feature map that the kernel has runs inside it; any other runs in PyTorch
+and its features go through the kernel as they are.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from linvit.attention.features import Feature
-from linvit.attention.mechanism import Call, Mechanism, Size
+from linvit.attention.mechanism import Call, Mechanism, Size, lift
 from linvit.attention.normalisers import Normaliser
+from linvit.errors import LinvitError
+from linvit.kernels import linear as kernel
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A call as the kernel takes it: with what q and k it computes which formula."""
+
+    q: Tensor
+    k: Tensor
+    formula: kernel.Formula
+    constant: Tensor | None = None  # added to every product of a query and a key
 
 
 class LinearAttention(Mechanism):
     """Linear attention by a feature map and a normaliser; override `features` for maps with parameters."""
 
-    feature: ClassVar[Feature]
+    feature: Feature
     normaliser: Normaliser
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -49,3 +63,46 @@ class LinearAttention(Mechanism):
         products = (size.keys + size.queries) * width * size.value_dim
         norm = size.queries * self.normaliser.macs_per_query(width)
         return size.batch * size.heads * (products + norm) + self.feature_macs(size)
+
+    def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
+        """The call as the kernel takes it, or why it cannot."""
+        norm = self.normaliser.kernel(k.shape[2], q.shape[-1])
+        if norm is None or type(self).core is not LinearAttention.core:
+            return "it computes more than the kernel's formula"
+        if type(self).features is LinearAttention.features and self.feature.kernel is not None:
+            return Fusion(q, k, kernel.Formula(self.feature.kernel, feature_eps=self.feature.eps, **norm))
+        if self.width(q.shape[-1]) > kernel.WIDEST[q.dtype.itemsize]:
+            return f"its {self.width(q.shape[-1])} features per head are too many"
+        phi_q, phi_k = self.features(lift(q), lift(k), call)
+        return Fusion(phi_q, phi_k, kernel.Formula("identity", **norm))
+
+    def finish_fused(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`finish`, less what of it the kernel did."""
+        return self.finish(out, q, k, v, call)
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        why = kernel.unserved(q, k, v)
+        fusion = self.fusion(q, k, call) if why is None else why
+        if not isinstance(fusion, str):
+            # Features computed outside come in float32, and float16 has too small a range for them.
+            dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
+            q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
+            why = kernel.why_not(q_, k_, v_, fusion.formula)
+            if why is None:
+                out = kernel.linear_attention(q_, k_, v_, fusion.formula, call.mask, fusion.constant)
+                if call.mask is not None:
+                    out = out * self.normaliser.under_mask(call, q.shape[-1])
+                return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)
+        if self.impl == "triton":
+            raise LinvitError(f"{self.name} cannot run on the Triton kernel: {why or fusion}")
+        return self.by_map(q, k, v, call)
+
+    def by_map(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        """The products in the other order, where that is cheaper: with few tokens the N×N map is small."""
+        queries, keys, width, values = q.shape[2], k.shape[2], self.width(q.shape[-1]), v.shape[-1]
+        cheaper = queries * keys * (width + values) < (queries + keys) * width * values
+        if not cheaper or type(self).core is not LinearAttention.core:
+            return None
+        dtype = v.dtype
+        q, k, v = lift(q), lift(k), lift(v)
+        return self.finish(self.implied_map(q, k, call) @ v, q, k, v, call).to(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,14 @@ class Normaliser:
 
     def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor | float:
         raise NotImplementedError
+
+    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
+        """The same in the words of the fused kernel's formula, for `keys` keys; None where it has none."""
+        return None
+
+    def under_mask(self, call: Call, head_dim: int) -> Tensor | float:
+        """What the kernel's output is still to be multiplied with because a mask leaves fewer keys."""
+        return 1.0
 
     def macs_per_query(self, width: int) -> int:
         """Multiply-accumulates for one query of one head, `width` features wide."""
@@ -31,6 +40,9 @@ class RowSum(Normaliser):
     def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor:
         return 1 / (phi_q @ phi_k.sum(-2).unsqueeze(-1) + self.eps)
 
+    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
+        return {"row_sum": True, "eps": self.eps}
+
     def macs_per_query(self, width: int) -> int:
         return width
 
@@ -44,7 +56,16 @@ class Constant(Normaliser):
     def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor | float:
         return self.factor(call.keys, head_dim)
 
+    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
+        return {"scale": float(self.factor(keys, head_dim))}
+
+    def under_mask(self, call: Call, head_dim: int) -> Tensor | float:
+        return self.factor(call.keys, head_dim) / self.factor(call.key_grid.tokens, head_dim)
+
 
 class Unnormalised(Normaliser):
     def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> float:
         return 1.0
+
+    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
+        return {}

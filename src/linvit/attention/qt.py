@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention.grid import TokenGrid
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import Fusion, LinearAttention
 from linvit.attention.local import NormShortcut, values_at_queries
 from linvit.attention.mechanism import Call, Shape
 from linvit.attention.normalisers import Constant, RowSum, Unnormalised
 from linvit.attention.registry import register
 from linvit.errors import LinvitError
+from linvit.kernels.linear import Formula
 
 
 @register("taylor", paper="ViTALiTy")
@@ -99,6 +100,14 @@ class QuadraticTaylor(LinearAttention):
         if self.position is not None:
             k = k + self.position(call.key_grid).to(k.dtype)
         return self.expand(q), self.expand(k)
+
+    def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
+        if self.variant != "released":
+            return super().fusion(q, k, call)
+        if self.position is not None:
+            k = k + self.position(call.key_grid).to(k.dtype)
+        formula = Formula("square", row_sum=True, eps=self.eps, feature_eps=self.eps)
+        return Fusion(q, k, formula, constant=self.scale.float().square())
 
     def expand(self, x: Tensor) -> Tensor:
         head_dim = x.shape[-1]

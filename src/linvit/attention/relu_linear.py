@@ -6,8 +6,6 @@
 Katharopoulos et al. EfficientViT's code has eps = 1e-15 and timm's 1e-5; the default here is 1e-6, in float32.
 """
 
-from typing import ClassVar
-
 from linvit.attention.features import EluPlusOne, Feature, ReLU
 from linvit.attention.linear import LinearAttention
 from linvit.attention.mechanism import Shape
@@ -17,7 +15,7 @@ from linvit.attention.registry import register
 
 @register("relu_linear", paper="EfficientViT")
 class ReluLinear(LinearAttention):
-    feature: ClassVar[Feature] = ReLU()
+    feature: Feature = ReLU()
 
     def __init__(self, shape: Shape, *, eps: float = 1e-6) -> None:
         super().__init__(shape)
