@@ -1,0 +1,1 @@
+"""Training: recipes, the engine, checkpoints, losses and distillation."""
