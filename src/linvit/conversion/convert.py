@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from linvit.attention import Mechanism, TokenGrid, create_attention, mechanism_class
-from linvit.conversion.host import Grids, Host
+from linvit.conversion.host import Ask, Grids, Host, stem
 from linvit.conversion.hosts import host_for
 from linvit.conversion.plan import Choice, Plan, as_plan
 from linvit.errors import LinvitError
@@ -25,10 +25,12 @@ class Layer:
     before: str
     after: str
     dropped: tuple[str, ...] = ()
+    kept: str = ""  # why the plan's mechanism has no place here
 
     def __str__(self) -> str:
         dropped = f"  (gave up {', '.join(self.dropped)})" if self.dropped else ""
-        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{dropped}"
+        kept = f"  (left as it is: {self.kept})" if self.kept else ""
+        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{dropped}{kept}"
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,16 @@ def convert(
     given_up = {*drop, *plan.drop}
     choices = plan.choices([name for name, _ in hosts])
     grids = probe_grids(model, hosts, choices, input_size)
-    steps = []
+    steps, kept = [], {}
     for (name, module), choice in zip(hosts, choices, strict=True):
         if choice is None:
             continue
         mechanism = build_mechanism(module, choice, grids.get(name), impl)
-        steps.append((name, module, choice, mechanism, check(name, module, mechanism, given_up)))
+        asks = [ask for ask in asks_of(model, module) if not ask.honoured_by(mechanism)]
+        if any(ask.keeps for ask in asks):
+            kept[name] = next(ask.feature for ask in asks if ask.keeps)
+            continue
+        steps.append((name, module, choice, mechanism, check(name, asks, mechanism, given_up)))
     before = {name for name, _ in model.named_parameters()}
     was = {name: current_mechanism(module) for name, module in hosts}
     install(model, hosts, [(module, mechanism, dropped) for _, module, _, mechanism, dropped in steps])
@@ -90,7 +96,10 @@ def convert(
     done = {name: (str(choice), dropped) for name, _, choice, _, dropped in steps}
     return Report(
         plan.name,
-        tuple(Layer(i, name, was[name], *done.get(name, (was[name], ()))) for i, (name, _) in enumerate(hosts)),
+        tuple(
+            Layer(i, name, was[name], *done.get(name, (was[name], ())), kept.get(name, ""))
+            for i, (name, _) in enumerate(hosts)
+        ),
         sum(p.numel() for n, p in after.items() if n not in before),
         tuple(sorted(before - after.keys())),
     )
@@ -125,16 +134,19 @@ def build_mechanism(module: nn.Module, choice: Choice, grid: TokenGrid | None, i
     return mechanism.to(device=like.device, dtype=like.dtype).train(module.training)
 
 
-def check(name: str, module: nn.Module, mechanism: Mechanism, drop: set[str]) -> tuple[str, ...]:
-    """The features given up here, or an error naming what the mechanism cannot honour."""
+def asks_of(model: nn.Module, module: nn.Module) -> list[Ask]:
+    """What an attention module of this model does beyond a plain mechanism."""
     host = host_for(module)
     assert host is not None
+    return host.asks_in(model, module)
+
+
+def check(name: str, asks: list[Ask], mechanism: Mechanism, drop: set[str]) -> tuple[str, ...]:
+    """The features given up here, or an error naming what the mechanism cannot honour."""
     if mechanism.capabilities.between:
         raise LinvitError(f"{mechanism.name} adds a step between attention and MLP, which {name} has no place for")
     dropped = []
-    for ask in host.asks(module):
-        if ask.honoured_by(mechanism):
-            continue
+    for ask in asks:
         if not ask.droppable:
             raise LinvitError(f"{mechanism.name} cannot serve {name}: it has {ask.feature}")
         if ask.feature not in drop:
@@ -190,10 +202,9 @@ def probe_grids(
     image = Grids()
     handles = []
     for owner in model.modules():
-        embed = getattr(owner, "patch_embed", None)
-        if isinstance(embed, nn.Module):
-            image.prefix = getattr(owner, "num_prefix_tokens", 0)
-            handles.append(embed.register_forward_pre_hook(image.before_patches))
+        if stem(owner) is not None:
+            handles += image.follow(owner)
+            image.owner = owner
     for name, module in hosts:
         host = host_for(module)
         assert host is not None
@@ -210,7 +221,11 @@ def probe_grids(
     training = model.training
     try:
         with torch.no_grad():
-            torch.func.functional_call(model.eval(), meta, (torch.empty(1, channels, *size, device="meta"),))
+            picture = torch.empty(1, channels, *size, device="meta")
+            try:
+                torch.func.functional_call(model.eval(), meta, (picture,))
+            except (RuntimeError, NotImplementedError):  # a model that looks at its data, as Gemma 4 for padding
+                model(torch.zeros_like(picture, device=next(model.parameters()).device))
     finally:
         model.train(training)
         for handle in handles:

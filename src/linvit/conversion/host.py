@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import PatchEmbed
+from timm.models.csatv2 import PosConv
+from timm.models.gemma4_vit import Gemma4PatchEmbed
+from timm.models.pit import Pooling
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from linvit.attention import Mechanism, Shape, TokenGrid
 from linvit.errors import LinvitError
@@ -21,11 +24,15 @@ from linvit.errors import LinvitError
 
 @dataclass(frozen=True)
 class Ask:
-    """Something the original attention does that not every mechanism can honour. `drop` names what may be given up."""
+    """Something the original attention does that not every mechanism can honour. `drop` names what may be given up.
+
+    With `keeps`, a mechanism that cannot honour it leaves the layer as it is, which the report says.
+    """
 
     feature: str
     honoured_by: Callable[[Mechanism], bool]
     droppable: bool = True
+    keeps: bool = False
 
 
 def bias_ask(feature: str) -> Ask:
@@ -38,23 +45,84 @@ def unequal_ask(feature: str, droppable: bool) -> Ask:
     return Ask(feature, lambda mechanism: mechanism.capabilities.unequal, droppable)
 
 
+def rotary_ask() -> Ask:
+    """Rotary position: it stays relative in mechanisms that know q and k by their products and norms."""
+    return Ask("rotary", lambda mechanism: mechanism.capabilities.rotary)
+
+
+def talking_ask() -> Ask:
+    """Talking heads mix the logits and the weights of all heads, which only softmax has."""
+    return Ask("talking_heads", lambda mechanism: mechanism.name == "softmax")
+
+
+def wide_ask() -> Ask:
+    """Values wider than keys."""
+    return Ask("wide values", lambda mechanism: mechanism.capabilities.wide_values, droppable=False)
+
+
+def one_query_ask() -> Ask:
+    """The class token asks all tokens. One query is linear as it is, so a mechanism that needs as many keys as queries,
+    or that knows places, of which the class token has none, leaves the layer alone."""
+    return Ask("one query", _asks_from_nowhere, droppable=False, keeps=True)
+
+
+def _asks_from_nowhere(mechanism: Mechanism) -> bool:
+    can = mechanism.capabilities
+    return can.unequal and can.equivariant and not can.grid
+
+
+def stem(owner: nn.Module) -> nn.Module | None:
+    """The patch embedding of a model, whatever timm calls it."""
+    found = (getattr(owner, name, None) for name in ("patch_embed", "embeds", "pixel_embed", "stem_dct"))
+    return next((module for module in found if isinstance(module, nn.Module)), None)
+
+
 class Grids:
-    """The grid of the image now passing through, for hosts that only see a sequence. A hook on the stem writes it."""
+    """The grid of the image now passing through, for hosts that only see a sequence. Hooks on the stem write it."""
 
     def __init__(self, prefix: int = 0) -> None:
         self.prefix = prefix
         self.grid: TokenGrid | None = None
+        self.owner: Any = None  # the model, while `convert` asks which grids its hosts see
 
-    def before_patches(self, embed: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook for timm's PatchEmbed: the image size tells the grid."""
-        size = (args[0].shape[-2], args[0].shape[-1])
-        if isinstance(embed, PatchEmbed):
-            size = embed.dynamic_feat_size(size)
-        self.grid = TokenGrid(size[0], size[1], self.prefix)
+    def follow(self, owner: nn.Module) -> list[RemovableHandle]:
+        """Hook the stem of a model, and whatever else on the way changes the grid: PiT's pooling, CSATv2's stages."""
+        embed = stem(owner)
+        assert embed is not None
+        self.prefix = getattr(owner, "num_prefix_tokens", getattr(owner, "num_tokens", 0))
+        if hasattr(embed, "dynamic_feat_size") or isinstance(embed, Gemma4PatchEmbed):
+            handles = [embed.register_forward_pre_hook(self.before_patches)]
+        else:
+            handles = [embed.register_forward_hook(self.after_stem)]
+        for module in owner.modules():
+            if isinstance(module, Pooling):
+                handles.append(module.conv.register_forward_hook(self.after_stem))
+            if isinstance(module, PosConv):
+                handles.append(module.register_forward_pre_hook(self.before_position))
+        return handles
 
-    def after_stem(self, stem: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        """Forward hook for a convolutional stem with pictures as output."""
-        self.grid = TokenGrid(out.shape[-2], out.shape[-1], self.prefix)
+    def before_patches(self, embed: Any, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook for timm's PatchEmbed and its likes. Ready-made patches (NaFlexViT) have no one grid."""
+        self.grid = None
+        if args[0].ndim == 4:
+            height, width = args[0].shape[-2], args[0].shape[-1]
+            if hasattr(embed, "dynamic_feat_size"):
+                height, width = embed.dynamic_feat_size((height, width))
+            else:
+                height, width = height // embed.patch_size[0], width // embed.patch_size[1]
+            self.grid = TokenGrid(height, width, self.prefix)
+
+    def before_position(self, position: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook for a convolutional position encoding, called with the size of the picture."""
+        self.grid = TokenGrid(args[1][0], args[1][1], self.prefix)
+
+    def after_stem(self, stem: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        """Forward hook for a stem with pictures as output, or with tokens and their size as XCiT's."""
+        self.grid = None
+        if isinstance(out, Tensor) and out.ndim == 4:
+            self.grid = TokenGrid(out.shape[-2], out.shape[-1], self.prefix)
+        elif isinstance(out, tuple) and isinstance(out[1], tuple):
+            self.grid = TokenGrid(out[1][0], out[1][1], self.prefix)
 
 
 class Host(nn.Module):
@@ -75,6 +143,11 @@ class Host(nn.Module):
     def asks(module: Any) -> list[Ask]:
         """What the module does beyond the plain mechanism."""
         return []
+
+    @classmethod
+    def asks_in(cls, model: nn.Module, module: Any) -> list[Ask]:
+        """`asks`, where the model around the module decides: a bias or a rotation that it hands in with the call."""
+        return cls.asks(module)
 
     @staticmethod
     def defaults(module: Any, mechanism: str) -> dict[str, Any]:
@@ -111,6 +184,32 @@ class Host(nn.Module):
             grid = None
         x = x if self.mechanism.capabilities.input else None
         return self.mechanism(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x)
+
+
+def follow_grids(model: nn.Module, kind: type[Host]) -> None:
+    """Give hosts that only see a sequence the grid of the image now passing through."""
+    for owner in model.modules():
+        if stem(owner) is None:
+            continue
+        hosts = [module for module in owner.modules() if isinstance(module, Host)]
+        new = [host for host in hosts if isinstance(host, kind) and host.grids is None]
+        if not new:
+            continue
+        grids = next((host.grids for host in hosts if host.grids is not None), None)
+        if grids is None:
+            grids = Grids()
+            grids.follow(owner)
+        for host in new:
+            host.grids = grids
+
+
+def given(model: nn.Module, module: nn.Module, part: str) -> bool:
+    """Whether a model around this module has the named part, which it hands in with the call."""
+    return any(
+        getattr(owner, part, None) is not None and any(inner is module for inner in owner.modules())
+        for owner in model.modules()
+        if owner is not module
+    )
 
 
 def dropout_ask(module: Any) -> list[Ask]:

@@ -1,4 +1,9 @@
-"""timm's shared `Attention`: ViT, DeiT and every model built from the same block. Exact for softmax."""
+"""timm's shared `Attention`: ViT, DeiT, PiT, NaFlexViT, CSATv2 and every model built from it.
+
+Exact for softmax. Padding masks are honoured by every mechanism with a key mask; any other mask is a bias on the
+logits, which only mechanisms with logits take. NaFlexViT's padded batches have no one grid, so mechanisms that look at
+it need images there.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,11 @@ from typing import Any
 
 import torch
 from timm.layers import Attention
+from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, refuse_mask
+from linvit.attention import Mechanism, Shape, TokenGrid
+from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, refuse_mask
 
 
 class ViTHost(Host, Attention):
@@ -29,17 +35,8 @@ class ViTHost(Host, Attention):
 
     @classmethod
     def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        for owner in model.modules():
-            embed = getattr(owner, "patch_embed", None)
-            if not isinstance(embed, nn.Module):
-                continue
-            inside = [m for m in owner.modules() if isinstance(m, cls)]
-            if not inside or any(m.grids is not None for m in inside):
-                continue
-            grids = Grids(getattr(owner, "num_prefix_tokens", 0))
-            embed.register_forward_pre_hook(grids.before_patches)
-            for module in inside:
-                module.grids = grids
+        follow_grids(model, cls)
+        use_key_masks(model)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         refuse_mask(is_causal)
@@ -48,7 +45,7 @@ class ViTHost(Host, Attention):
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        mask, bias = split_mask(attn_mask)
+        mask, bias = split_mask(attn_mask, self.mechanism)
         grid = self.grids.grid if self.grids is not None else None
         out = self.attend(q, k, v, grid, mask=mask, bias=bias, x=x)
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, -1))
@@ -57,12 +54,29 @@ class ViTHost(Host, Attention):
         return self.proj_drop(self.mechanism.after_projection(self.proj(out), q))
 
 
-def split_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """timm's attn_mask as a key mask `(batch, keys)` where it is one, else as a bias on the logits."""
+def split_mask(attn_mask: Tensor | None, mechanism: Mechanism) -> tuple[Tensor | None, Tensor | None]:
+    """timm's attn_mask as a key mask `(batch, keys)` where it is one, else as a bias on the logits.
+
+    NaFlexViT pads with one row of zeros and lowest numbers per image. That is a bias where there are logits; other
+    mechanisms take it for the key mask it is.
+    """
     if attn_mask is None:
         return None, None
-    if attn_mask.dtype == torch.bool and attn_mask.ndim == 4 and attn_mask.shape[1] == attn_mask.shape[2] == 1:
-        return attn_mask[:, 0, 0], None
+    one_row = attn_mask.ndim == 4 and attn_mask.shape[1] == attn_mask.shape[2] == 1
     if attn_mask.dtype == torch.bool:
+        if one_row:
+            return attn_mask[:, 0, 0], None
         return None, torch.zeros(attn_mask.shape, device=attn_mask.device).masked_fill(~attn_mask, float("-inf"))
+    if one_row and not mechanism.capabilities.bias:
+        return attn_mask[:, 0, 0] > torch.finfo(attn_mask.dtype).min / 2, None
     return None, attn_mask
+
+
+def use_key_masks(model: nn.Module) -> None:
+    """NaFlexViT masks padding for every pair of tokens or once per key, with the same result for real tokens. Only the
+    second is linear, and mechanisms without logits can honour no other."""
+    for owner in model.modules():
+        if isinstance(owner, NaFlexVit):
+            inside = [m for m in owner.modules() if isinstance(m, Host)]
+            if not all(host.mechanism.capabilities.bias for host in inside):
+                owner.use_key_only_attn_mask = True
