@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import timm
 import torch
 from torch import nn
 
-DROP = ("relative_bias", "shift_mask", "talking_heads")
+DROP = ("relative_bias", "shift_mask", "talking_heads", "rotary", "temperature")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     size: int = 64
     native: str = "softmax"
+    width: int | None = None  # where it is not square
+    fixed: bool = False  # the model outside its attention takes one image size only
+    traces: bool = True  # timm's own model compiles as one graph and exports
+    trim: Callable[[Any], None] | None = None  # shrink what no option shrinks
 
     def __str__(self) -> str:
         return self.model
@@ -27,16 +32,35 @@ class Family:
     def build(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         model = timm.create_model(self.model, num_classes=7, **self.options)
+        if self.trim is not None:
+            self.trim(model)
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
         return model.eval()
 
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        own = (self.size, self.width or self.size)
+        return [own] if self.fixed else [own, (self.size * 2, self.size + 32)]
+
     def image(self, height: int | None = None, width: int | None = None, batch: int = 2) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
-        return torch.randn(batch, 3, height or self.size, width or self.size, generator=generator)
+        return torch.randn(batch, 3, height or self.size, width or self.width or self.size, generator=generator)
 
 
 VIT = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3, "dynamic_img_size": True}
+STATIC = {name: value for name, value in VIT.items() if name != "dynamic_img_size"}
+OBLONG = {**STATIC, "img_size": (64, 96)}
+PIT = {"img_size": 64, "base_dims": (16, 16, 16), "depth": (1, 1, 1), "heads": (1, 2, 4)}
+
+
+def one_block_per_stage(model: Any) -> None:
+    """VOLO's depths are no option."""
+    for i, stage in enumerate(model.network):
+        model.network[i] = stage[:1] if isinstance(stage, nn.Sequential) else stage
+    model.post_network = model.post_network[:1]
+
+
 FAMILIES = [
     Family("deit_tiny_patch16_224", VIT),
     Family("deit_tiny_distilled_patch16_224", VIT),
@@ -59,4 +83,58 @@ FAMILIES = [
     Family("mvitv2_small_cls", {"img_size": 64}),
     Family("efficientformerv2_s0", {"img_size": 128}, size=128),
     Family("efficientvit_b1", {"widths": (8, 16, 16, 32, 32), "depths": (1, 1, 1, 1, 1)}, native="relu_linear"),
+    Family("deit3_small_patch16_224", VIT),
+    Family("vit_base_patch16_xp_224", VIT),
+    Family("pit_ti_224", PIT, fixed=True),
+    Family("pit_ti_distilled_224", PIT, fixed=True),
+    Family("csatv2", {"dims": (8, 16, 24, 32), "depths": (1, 1, 2, 2), "transformer_depths": (0, 0, 1, 1)}),
+    Family("naflexvit_base_patch16_gap", {"depth": 2, "embed_dim": 48, "num_heads": 3}),
+    Family("eva02_tiny_patch14_224", {**VIT, "patch_size": 16}),
+    Family("eva02_base_patch14_448", {**VIT, "patch_size": 16, "depth": 1}),
+    Family("beit3_base_patch16_224", {**VIT, "depth": 1}),
+    Family("vit_small_patch16_dinov3", VIT),
+    Family("vit_pe_core_tiny_patch16_384", VIT),
+    Family("vit_small_patch16_rope_mixed_224", VIT),
+    Family("deepseek_vit_412m", {**STATIC, "patch_size": 16}),
+    Family("qwen3_vit_88m", STATIC),
+    Family(
+        "gemma4_vit_167m",
+        {**STATIC, "head_dim": 16, "intermediate_size": 96, "position_embedding_size": 32},
+        traces=False,  # asks its data whether there is padding
+    ),
+    Family("beit_base_patch16_224", STATIC),
+    Family("beitv2_base_patch16_224", {**STATIC, "use_rel_pos_bias": False, "use_shared_rel_pos_bias": True}),
+    Family("vit_relpos_small_patch16_224", STATIC),
+    Family("vit_srelpos_small_patch16_224", STATIC),
+    Family("vit_relpos_base_patch16_cls_224", STATIC),
+    Family("vit_relpos_base_patch32_plus_rpn_256", {**STATIC, "patch_size": 16, "rel_pos_type": "bias"}),
+    Family("samvit_base_patch16", {**STATIC, "window_size": 3, "global_attn_indexes": (1,), "neck_chans": 16}),
+    Family(
+        "hiera_tiny_224",
+        {"img_size": (64, 96), "embed_dim": 16, "num_heads": 1, "stages": (1, 1, 1, 1)},
+        width=96,
+        fixed=True,
+    ),
+    Family("sam2_hiera_tiny", {"embed_dim": 16, "num_heads": 1, "stages": (1, 1, 2, 1), "global_att_blocks": (3,)}),
+    Family("cait_xxs24_224", OBLONG, width=96, fixed=True),
+    Family("xcit_nano_12_p16_224", STATIC, native="xca"),
+    Family("volo_d1_224", {"img_size": 64}, fixed=True, trim=one_block_per_stage),
+    Family(
+        "tnt_s_patch16_224",
+        {
+            "img_size": (64, 96),
+            "depth": 2,
+            "embed_dim": 48,
+            "num_heads_outer": 3,
+            "inner_dim": 16,
+            "num_heads_inner": 2,
+        },
+        width=96,
+        fixed=True,
+    ),
+    Family(
+        "convit_tiny",
+        {"img_size": 64, "depth": 3, "embed_dim": 12, "num_heads": 4, "local_up_to_layer": 2},
+        fixed=True,
+    ),
 ]

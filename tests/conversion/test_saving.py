@@ -26,7 +26,7 @@ DEIT = Family("deit_tiny_patch16_224", VIT)
 
 def converted(family: Family = DEIT, plan: str = "stella", **options: Any) -> nn.Module:
     model = family.build()
-    linvit.convert(model, plan, drop=DROP, input_size=(family.size, family.size), **options)
+    linvit.convert(model, plan, drop=DROP, input_size=family.sizes[0], **options)
     return model
 
 
@@ -37,12 +37,13 @@ def same(a: nn.Module, b: nn.Module, image: torch.Tensor) -> bool:
 
 def test_every_family_in_a_fresh_process(tmp_path: Path) -> None:
     expected = {}
-    for i, family in enumerate(FAMILIES):
+    built = [family for family in FAMILIES if family.trim is None]
+    for i, family in enumerate(built):
         model = converted(family, "qt" if i % 2 else "castling")
         save(model, tmp_path / family.model, model_args=family.options)
         with torch.no_grad():
             expected[family.model] = model(family.image())
-    safetensors.torch.save_file({f.model: f.image() for f in FAMILIES}, tmp_path / "images")
+    safetensors.torch.save_file({f.model: f.image() for f in built}, tmp_path / "images")
     code = """
 import sys, pathlib, linvit, torch, safetensors.torch
 folder = pathlib.Path(sys.argv[1])

@@ -3,13 +3,26 @@
 from torch import nn
 
 from linvit.conversion.host import Host
+from linvit.conversion.hosts.beit import BeitHost
+from linvit.conversion.hosts.cait import ClassAttnHost, TalkingHeadHost
+from linvit.conversion.hosts.convit import GPSAHost, MHSAHost
 from linvit.conversion.hosts.efficientformer_v2 import EfficientFormerDownsampleHost, EfficientFormerHost
 from linvit.conversion.hosts.efficientvit import EfficientViTHost
+from linvit.conversion.hosts.gemma4 import Gemma4Host
+from linvit.conversion.hosts.hiera import HieraHost
+from linvit.conversion.hosts.hieradet import HieraDetHost
 from linvit.conversion.hosts.levit import LevitDownsampleHost, LevitHost
 from linvit.conversion.hosts.mvitv2 import MViTv2Host
+from linvit.conversion.hosts.parallel import DiffHost, DiffParallelHost, ParallelHost
 from linvit.conversion.hosts.pvt_v2 import PVTv2Host
+from linvit.conversion.hosts.relpos import RelPosHost
+from linvit.conversion.hosts.rope import EvaHost, RopeHost
+from linvit.conversion.hosts.sam import SAMHost
 from linvit.conversion.hosts.swin import SwinHost
+from linvit.conversion.hosts.tnt import TNTHost
 from linvit.conversion.hosts.vit import ViTHost
+from linvit.conversion.hosts.volo import VOLOClassHost, VOLOHost
+from linvit.conversion.hosts.xcit import XCAHost
 
 HOSTS: tuple[type[Host], ...] = (
     ViTHost,
@@ -21,6 +34,25 @@ HOSTS: tuple[type[Host], ...] = (
     EfficientFormerHost,
     EfficientFormerDownsampleHost,
     EfficientViTHost,
+    BeitHost,
+    TalkingHeadHost,
+    ClassAttnHost,
+    GPSAHost,
+    MHSAHost,
+    Gemma4Host,
+    HieraHost,
+    HieraDetHost,
+    ParallelHost,
+    DiffHost,
+    DiffParallelHost,
+    RelPosHost,
+    RopeHost,
+    EvaHost,
+    SAMHost,
+    TNTHost,
+    VOLOHost,
+    VOLOClassHost,
+    XCAHost,
 )
 BY_ORIGINAL: dict[type[nn.Module], type[Host]] = {host.original: host for host in HOSTS}
 

@@ -1,0 +1,94 @@
+"""ConViT: gated positional self-attention in the early layers, plain self-attention behind them.
+
+    out = (1 − g) · attend(q, k, v) + g · position(v),  g = σ(gate) per head
+
+Exact for softmax, at the image size the model was built for. The positional half does not depend on the image and is
+kept exactly whatever the mechanism: its logits are a sum of a function of the row offset and one of the column offset,
+so its softmax is one along the rows times one along the columns, and costs N·(H + W) and not N². Only the content half
+gets the mechanism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from timm.models.convit import GPSA, MHSA
+from torch import Tensor, nn
+
+from linvit.attention import Shape, TokenGrid
+from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids
+
+
+class GPSAHost(Host, GPSA):
+    original = GPSA
+
+    @staticmethod
+    def shape(module: Any) -> Shape:
+        return Shape(module.num_heads, module.dim // module.num_heads, dim=module.dim)
+
+    @staticmethod
+    def asks(module: Any) -> list[Ask]:
+        return dropout_ask(module)
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
+        return image.grid
+
+    @classmethod
+    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+        follow_grids(model, cls)
+
+    def _along(self, length: int, weight: Tensor, square: Tensor) -> Tensor:
+        """The positional map along one axis, `(heads, length, length)`. The bias cancels, as in the original."""
+        steps = torch.arange(length, device=weight.device, dtype=weight.dtype)
+        offset = steps[None, :] - steps[:, None]
+        logits = weight[:, None, None] * offset + square[:, None, None] * offset**2
+        return (logits + self.pos_proj.bias[:, None, None]).softmax(-1)
+
+    def _position(self, v: Tensor, grid: TokenGrid) -> Tensor:
+        across, down, square = self.pos_proj.weight.unbind(1)
+        rows, columns = self._along(grid.height, down, square), self._along(grid.width, across, square)
+        picture = v.unflatten(2, (grid.height, grid.width))
+        picture = torch.einsum("hxy,bhryd->bhrxd", columns, picture)
+        return torch.einsum("hrs,bhsxd->bhrxd", rows, picture).flatten(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.grids is not None and self.grids.grid is not None
+        grid = self.grids.grid
+        q, k = self.qk(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        gate = self.gating_param.sigmoid()[:, None, None]
+        out = (1 - gate) * self.attend(q, k, v, grid, x=x) + gate * self._position(v, grid)
+        out = self.proj(out.transpose(1, 2).flatten(2))
+        return self.proj_drop(self.mechanism.after_projection(out, q))
+
+
+class MHSAHost(Host, MHSA):
+    original = MHSA
+
+    @staticmethod
+    def shape(module: Any) -> Shape:
+        width = module.qkv.in_features
+        return Shape(module.num_heads, width // module.num_heads, dim=width)
+
+    @staticmethod
+    def asks(module: Any) -> list[Ask]:
+        return dropout_ask(module)
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
+        return None if image.grid is None else replace(image.grid, prefix=1)
+
+    @classmethod
+    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+        follow_grids(model, cls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The class token joins behind the positional layers, so there is one prefix token here and none there."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        grid = None if self.grids is None or self.grids.grid is None else replace(self.grids.grid, prefix=1)
+        out = self.attend(q, k, v, grid, x=x)
+        out = self.proj(out.transpose(1, 2).flatten(2))
+        return self.proj_drop(self.mechanism.after_projection(out, q))

@@ -1,0 +1,110 @@
+"""`AttentionRope` and `EvaAttention`: EVA-02, DINOv3, Perception Encoder, RoPE-ViT, DeepSeek's and Qwen3's encoders,
+NaFlexViT's rotary variants. Grouped key and value heads are repeated for their queries, as the original does.
+
+Exact for softmax. Rotary position stays purely relative in mechanisms that know q and k by their products and norms.
+A feature map per channel breaks that: with `drop=("rotary",)` q and k are still rotated before it, so positions still
+inform the features, but a shift of both no longer cancels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.layers import AttentionRope, apply_rot_embed_cat
+from timm.models.eva import EvaAttention
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linvit.attention import Shape, TokenGrid
+from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, given, refuse_mask, rotary_ask
+from linvit.conversion.hosts.vit import split_mask, use_key_masks
+
+
+class _RopeBase(Host):
+    """What the two share: everything but the projections."""
+
+    qkv: Any
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    q_norm: Any
+    k_norm: Any
+    norm: Any
+    gate: Any
+    proj: Any
+    proj_drop: Any
+    num_heads: Any
+    head_dim: Any
+    num_prefix_tokens: Any
+    rotate_half: Any
+
+    @staticmethod
+    def shape(module: Any) -> Shape:
+        first = module.qkv if module.qkv is not None else module.q_proj
+        return Shape(module.num_heads, module.head_dim, dim=first.in_features)
+
+    @staticmethod
+    def asks(module: Any) -> list[Ask]:
+        return dropout_ask(module)
+
+    @classmethod
+    def asks_in(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return cls.asks(module) + ([rotary_ask()] if given(model, module, "rope") else [])
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
+        return image.grid
+
+    @classmethod
+    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+        follow_grids(model, cls)
+        use_key_masks(model)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.qkv is None:
+            return self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def _rotate(self, x: Tensor, rope: Tensor) -> Tensor:
+        prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
+        return torch.cat((prefix, apply_rot_embed_cat(patches, rope, half=self.rotate_half)), dim=2)
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        refuse_mask(is_causal)
+        q, k, v = self._project(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = self._rotate(q, rope).type_as(v), self._rotate(k, rope).type_as(v)
+        groups = self.num_heads // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        mask, bias = split_mask(attn_mask, self.mechanism)
+        grid = self.grids.grid if self.grids is not None else None
+        out = self.attend(q, k, v, grid, mask=mask, bias=bias, x=x)
+        out = self.norm(out.transpose(1, 2).flatten(2))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.mechanism.after_projection(self.proj(out), q))
+
+
+class RopeHost(_RopeBase, AttentionRope):
+    original = AttentionRope
+
+
+class EvaHost(_RopeBase, EvaAttention):
+    original = EvaAttention
+    k_bias: Any
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.q_bias is None:
+            return super()._project(x)
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        q, k, v = F.linear(x, self.qkv.weight, bias).chunk(3, dim=-1)
+        return self._heads(q), self._heads(k), self._heads(v)

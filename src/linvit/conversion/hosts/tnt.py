@@ -1,0 +1,48 @@
+"""TNT's attention, inside each patch and among the patches. Exact for softmax, at the one image size that TNT was
+built for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models.tnt import TNT, Attention
+from torch import Tensor, nn
+
+from linvit.attention import Shape, TokenGrid
+from linvit.conversion.host import Ask, Grids, Host, dropout_ask
+
+
+class TNTHost(Host, Attention):
+    original = Attention
+    token_grid: TokenGrid | None = None
+
+    @staticmethod
+    def shape(module: Any) -> Shape:
+        width = module.v.in_features
+        return Shape(module.num_heads, module.head_dim, width // module.num_heads, dim=width)
+
+    @staticmethod
+    def asks(module: Any) -> list[Ask]:
+        return dropout_ask(module)
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
+        inside = any(block.attn_in is module for block in image.owner.blocks)
+        return TokenGrid(*image.owner.pixel_embed.new_patch_size) if inside else image.grid
+
+    @classmethod
+    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+        for owner in model.modules():
+            if isinstance(owner, TNT):
+                block: Any
+                for block in owner.blocks:
+                    block.attn_in.token_grid = TokenGrid(*owner.pixel_embed.new_patch_size)
+                    block.attn_out.token_grid = TokenGrid(*owner.pixel_embed.grid_size, prefix=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        out = self.attend(q, k, v, self.token_grid, x=x)
+        out = self.proj(out.transpose(1, 2).flatten(2))
+        return self.proj_drop(self.mechanism.after_projection(out, q))
