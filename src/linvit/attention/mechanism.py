@@ -202,6 +202,8 @@ class Mechanism(nn.Module):
                 out = self.fused(q, k, v, call)
                 if out is not None:
                     return out
+                if self.impl == "triton":
+                    raise LinvitError(f"{self.name} has no Triton kernel; use impl='auto' or 'reference'")
             dtype = v.dtype
             q, k, v = (lift(t) for t in (q, k, v))
             out = self.core(q, k, v, call)

@@ -11,7 +11,7 @@ from linvit.attention.mechanism import Mechanism, Shape
 from linvit.errors import LinvitError, unknown
 
 _MECHANISMS: dict[str, type[Mechanism]] = {}
-IMPLEMENTATIONS = ("auto", "reference")
+IMPLEMENTATIONS = ("auto", "triton", "reference")
 
 
 def register(name: str, *, paper: str) -> Callable[[type[Mechanism]], type[Mechanism]]:

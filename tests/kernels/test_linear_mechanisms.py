@@ -1,0 +1,67 @@
+"""Every linear mechanism through the fused kernel gives what its reference gives, or says why it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from linvit.attention import TokenGrid, create_attention
+from linvit.attention.linear import LinearAttention
+from linvit.errors import LinvitError
+from tests.attention.cases import Case, call, cases, inputs, relative_rms
+
+GRID = TokenGrid(4, 6)
+CASES = [case for case in cases() if isinstance(case.build(GRID), LinearAttention)]
+every = pytest.mark.parametrize("case", CASES, ids=str)
+WITHOUT = {"hydra"}  # mechanisms whose core is more than the kernel's formula
+
+
+def run(case: Case, impl: str, tensors: tuple[Tensor, ...], mask: Tensor | None) -> list[Tensor]:
+    """The output and the gradients of q, k, v and all parameters."""
+    mechanism = case.build(GRID, impl=impl).to(tensors[0].device)
+    out = call(mechanism, tensors, GRID, mask=mask)
+    leaves = [*tensors[:3], *mechanism.parameters()]
+    weight = torch.linspace(-1, 1, out.shape[-1], device=out.device)
+    found = torch.autograd.grad((out.float() * weight).sin().sum(), leaves, allow_unused=True)
+    return [out, *(grad for grad in found if grad is not None)]
+
+
+@every
+@pytest.mark.parametrize("masked", [False, True])
+def test_kernel_and_reference_agree(case: Case, masked: bool, device: torch.device) -> None:
+    tensors = tuple(t.to(device).requires_grad_() for t in inputs(GRID))
+    mask = torch.ones(2, GRID.tokens, dtype=torch.bool, device=device)
+    mask[1, -5:] = False
+    if case.name in WITHOUT:
+        with pytest.raises(LinvitError, match="Triton"):
+            run(case, "triton", tensors, None)
+        return
+    found, wanted = (run(case, impl, tensors, mask if masked else None) for impl in ("triton", "reference"))
+    for one, other in zip(found, wanted, strict=True):
+        assert relative_rms(one, other) < 1e-4
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    if case.name in WITHOUT:
+        return
+    tensors = tuple(t.to(device) for t in inputs(GRID, dtype=dtype))
+    with torch.no_grad():
+        out = call(case.build(GRID, impl="triton").to(device), tensors, GRID)
+        exactly = case.build(GRID, dtype=torch.float64, impl="reference").to(device)
+        exact = call(exactly, tuple(t.double() for t in tensors), GRID)
+    assert out.dtype == dtype
+    assert relative_rms(out, exact) < (2e-3 if dtype == torch.float16 else 8e-3)
+
+
+def test_auto_takes_the_kernel_where_it_can_and_triton_says_why_not(device: torch.device) -> None:
+    q, k, v, _ = (t.to(device) for t in inputs(GRID))
+    with torch.no_grad():
+        assert create_attention("stella")(q, k, v).transpose(1, 2).is_contiguous()  # the kernel's own layout
+        assert create_attention("stella")(q.double(), k.double(), v.double()).dtype == torch.float64
+        with pytest.raises(LinvitError, match="float64"):
+            create_attention("stella", impl="triton")(q.double(), k.double(), v.double())
+        with pytest.raises(LinvitError, match="Triton kernel"):
+            create_attention("hydra", impl="triton")(q, k, v)
