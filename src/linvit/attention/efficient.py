@@ -4,6 +4,10 @@
 
 The softmax over a head's channels makes each query's features sum to one, the softmax over tokens each key channel's:
 rows of the implied map sum to one with nothing to divide by. No scale, no temperature.
+
+    factorised   out = q / √d · (softmax_N(k)ᵀ · v)
+
+is CoaT's factorised attention (Xu et al.), which leaves the query as it is.
 """
 
 from torch import Tensor
@@ -14,12 +18,15 @@ from linvit.attention.normalisers import Unnormalised
 from linvit.attention.registry import register
 
 
-@register("efficient", paper="Efficient Attention; Fair Comparison (EA)")
+@register("efficient", paper="Efficient Attention; Fair Comparison (EA); CoaT")
 class Efficient(LinearAttention):
     normaliser = Unnormalised()
+    variants = ("softmax", "factorised")
+    examples = ({}, {"variant": "factorised"})
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return q.softmax(-1), call.keep(k, float("-inf")).softmax(-2)
+        query = q.softmax(-1) if self.variant == "softmax" else q * q.shape[-1] ** -0.5
+        return query, call.keep(k, float("-inf")).softmax(-2)
 
     def width(self, head_dim: int) -> int:
         return head_dim
