@@ -12,6 +12,7 @@ from torch import nn
 from linvit.attention import Mechanism, TokenGrid, create_attention, mechanism_class
 from linvit.conversion.host import Ask, Grids, Host, stem
 from linvit.conversion.hosts import host_for
+from linvit.conversion.pictures import watch
 from linvit.conversion.plan import Choice, Plan, as_plan
 from linvit.errors import LinvitError
 
@@ -183,9 +184,16 @@ def install(
 
 
 def remember(model: nn.Module, plan: Plan, drop: set[str], input_size: tuple[int, int] | None) -> None:
-    """Note the conversion on the model as plain data; `linvit.save` writes it into the config."""
+    """Note the conversion on the model; `linvit.save` writes it into the config."""
     done = {"plan": plan, "drop": sorted(drop), "input_size": input_size}
     model.linvit_conversions = [*getattr(model, "linvit_conversions", []), done]  # type: ignore[assignment]
+
+
+def own_size(model: Any) -> tuple[int, int]:
+    """The image size a model is meant for, as timm or Hugging Face notes it."""
+    size: Any = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    size = size or getattr(getattr(model, "config", None), "image_size", 224)
+    return (size, size) if isinstance(size, int) else tuple(size[-2:])
 
 
 def probe_grids(
@@ -197,7 +205,7 @@ def probe_grids(
     """The grid each host sees, where a chosen mechanism has parameters laid out for it: one pass on the meta device."""
     if not any(choice is not None and mechanism_class(choice.mechanism).builds_on_grid for choice in choices):
         return {}
-    size = input_size or tuple((getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))[-2:])
+    size = input_size or own_size(model)
     found: dict[str, TokenGrid] = {}
     image = Grids()
     handles = []
@@ -205,25 +213,35 @@ def probe_grids(
         if stem(owner) is not None:
             handles += image.follow(owner)
             image.owner = owner
+    inside: dict[nn.Module, Grids] = {}
+    for kind in {host_for(module) for _, module in hosts}:
+        assert kind is not None
+        for found_here in watch(model, kind):
+            handles += found_here.handles
+            inside.update(dict.fromkeys(found_here.modules, found_here.grids))
     for name, module in hosts:
         host = host_for(module)
         assert host is not None
 
-        def see(module: nn.Module, args: tuple[Any, ...], name: str = name, host: type[Host] = host) -> None:
-            grid = host.grid(module, args, image)
+        def see(module: nn.Module, args: Any, named: dict[str, Any], name: str = name, host: type[Host] = host) -> None:
+            grid = host.grid(module, (*args, *named.values()), inside.get(module, image))
             if grid is not None:
                 found[name] = grid
 
-        handles.append(module.register_forward_pre_hook(see))
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        handles.append(module.register_forward_pre_hook(see, with_kwargs=True))
+    # Every module once: functional_call would not put back what it finds under two names (CoaT shares modules).
+    meta = {
+        f"{owner}.{name}" if owner else name: tensor.to("meta")
+        for owner, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
     channels = getattr(model, "in_chans", 3)
     training = model.training
     try:
         with torch.no_grad():
             picture = torch.empty(1, channels, *size, device="meta")
             try:
-                torch.func.functional_call(model.eval(), meta, (picture,))
+                torch.func.functional_call(model.eval(), meta, (picture,), tie_weights=False)
             except (RuntimeError, NotImplementedError):  # a model that looks at its data, as Gemma 4 for padding
                 model(torch.zeros_like(picture, device=next(model.parameters()).device))
     finally:

@@ -5,21 +5,40 @@ from torch import nn
 from linvit.conversion.host import Host
 from linvit.conversion.hosts.beit import BeitHost
 from linvit.conversion.hosts.cait import ClassAttnHost, TalkingHeadHost
+from linvit.conversion.hosts.coat import CoaTHost
 from linvit.conversion.hosts.convit import GPSAHost, MHSAHost
+from linvit.conversion.hosts.crossvit import CrossViTHost
+from linvit.conversion.hosts.davit import DaViTHost
+from linvit.conversion.hosts.edgenext import EdgeNeXtHost
+from linvit.conversion.hosts.efficientformer import EfficientFormerV1Host
 from linvit.conversion.hosts.efficientformer_v2 import EfficientFormerDownsampleHost, EfficientFormerHost
 from linvit.conversion.hosts.efficientvit import EfficientViTHost
+from linvit.conversion.hosts.efficientvit_msra import CascadedHost
+from linvit.conversion.hosts.fastvit import FastViTHost
+from linvit.conversion.hosts.gcvit import GCViTHost
 from linvit.conversion.hosts.gemma4 import Gemma4Host
 from linvit.conversion.hosts.hiera import HieraHost
 from linvit.conversion.hosts.hieradet import HieraDetHost
 from linvit.conversion.hosts.levit import LevitDownsampleHost, LevitHost
+from linvit.conversion.hosts.lowformer import CPUBoneHost, LowFormerHost
+from linvit.conversion.hosts.maxxvit import MaxxHost, MaxxPictureHost
+from linvit.conversion.hosts.metaformer import MetaFormerHost
+from linvit.conversion.hosts.mobilenet import MultiQueryHost, PictureHost
 from linvit.conversion.hosts.mvitv2 import MViTv2Host
+from linvit.conversion.hosts.nest import NestHost
+from linvit.conversion.hosts.nextvit import NextViTHost
 from linvit.conversion.hosts.parallel import DiffHost, DiffParallelHost, ParallelHost
 from linvit.conversion.hosts.pvt_v2 import PVTv2Host
 from linvit.conversion.hosts.relpos import RelPosHost
 from linvit.conversion.hosts.rope import EvaHost, RopeHost
 from linvit.conversion.hosts.sam import SAMHost
+from linvit.conversion.hosts.single_head import IFormerHost, SHViTHost
 from linvit.conversion.hosts.swin import SwinHost
+from linvit.conversion.hosts.swin_v2 import SwinV2CrHost, SwinV2Host
+from linvit.conversion.hosts.tiny_vit import TinyViTHost
 from linvit.conversion.hosts.tnt import TNTHost
+from linvit.conversion.hosts.twins import TwinsGlobalHost, TwinsLocalHost
+from linvit.conversion.hosts.visformer import VisformerHost
 from linvit.conversion.hosts.vit import ViTHost
 from linvit.conversion.hosts.volo import VOLOClassHost, VOLOHost
 from linvit.conversion.hosts.xcit import XCAHost
@@ -53,6 +72,31 @@ HOSTS: tuple[type[Host], ...] = (
     VOLOHost,
     VOLOClassHost,
     XCAHost,
+    CoaTHost,
+    CrossViTHost,
+    DaViTHost,
+    EdgeNeXtHost,
+    EfficientFormerV1Host,
+    CascadedHost,
+    FastViTHost,
+    GCViTHost,
+    CPUBoneHost,
+    LowFormerHost,
+    MaxxHost,
+    MaxxPictureHost,
+    MetaFormerHost,
+    MultiQueryHost,
+    PictureHost,
+    NestHost,
+    NextViTHost,
+    IFormerHost,
+    SHViTHost,
+    SwinV2CrHost,
+    SwinV2Host,
+    TinyViTHost,
+    TwinsGlobalHost,
+    TwinsLocalHost,
+    VisformerHost,
 )
 BY_ORIGINAL: dict[type[nn.Module], type[Host]] = {host.original: host for host in HOSTS}
 
@@ -61,4 +105,8 @@ def host_for(module: nn.Module) -> type[Host] | None:
     """The host class of an attention module, converted or not; None for any other module."""
     if isinstance(module, Host):
         return type(module)
+    if type(module).__module__.startswith("transformers."):
+        from linvit.conversion.huggingface import host_in_transformers
+
+        return host_in_transformers(module)
     return BY_ORIGINAL.get(type(module))

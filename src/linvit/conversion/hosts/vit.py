@@ -1,4 +1,4 @@
-"""timm's shared `Attention`: ViT, DeiT, PiT, NaFlexViT, CSATv2 and every model built from it.
+"""timm's shared `Attention`: ViT, DeiT, PiT, NaFlexViT, CSATv2, MobileViT, CrossViT and every model built from it.
 
 Exact for softmax. Padding masks are honoured by every mechanism with a key mask; any other mask is a bias on the
 logits, which only mechanisms with logits take. NaFlexViT's padded batches have no one grid, so mechanisms that look at
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from linvit.attention import Mechanism, Shape, TokenGrid
 from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, refuse_mask
+from linvit.conversion.pictures import follow_pictures
 
 
 class ViTHost(Host, Attention):
@@ -35,6 +36,7 @@ class ViTHost(Host, Attention):
 
     @classmethod
     def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+        follow_pictures(model, cls)
         follow_grids(model, cls)
         use_key_masks(model)
 

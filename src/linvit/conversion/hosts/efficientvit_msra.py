@@ -1,0 +1,57 @@
+"""EfficientViT (MSRA): cascaded group attention, where each head reads what the head before it put out.
+
+Heads run one after the other, each through the same mechanism: it has one head, and what parameters it brings are
+shared by all. Exact for softmax. The bias for each offset is exact in mechanisms with logits and given up with
+`drop=("relative_bias",)` elsewhere. The windows around it fix the input size, as in the original.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.models.efficientvit_msra import CascadedGroupAttention
+from torch import Tensor
+
+from linvit.attention import Shape, TokenGrid
+from linvit.conversion.host import Ask, Grids, Host, bias_ask, offset_bias, wide_ask
+
+
+class CascadedHost(Host, CascadedGroupAttention):
+    original = CascadedGroupAttention
+
+    @staticmethod
+    def shape(module: Any) -> Shape:
+        return Shape(1, module.key_dim, module.val_dim, dim=module.qkvs[0].conv.in_channels)
+
+    @staticmethod
+    def asks(module: Any) -> list[Ask]:
+        bias = [bias_ask("relative_bias")] if module.attention_biases is not None else []
+        return [*bias, wide_ask()]
+
+    @staticmethod
+    def give_up(module: Any, feature: str) -> None:
+        if feature == "relative_bias":
+            module.attention_biases = module.attention_bias_idxs = None
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
+        return TokenGrid(*args[0].shape[-2:])
+
+    def _init_buffers(self) -> None:
+        if self.attention_biases is not None:
+            super()._init_buffers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = TokenGrid(x.shape[2], x.shape[3])
+        bias = None
+        if self.attention_biases is not None and self.mechanism.capabilities.bias:
+            bias = offset_bias(self.attention_biases, (self.resolution, self.resolution), grid)
+        outs: list[Tensor] = []
+        for head, (part, qkv, near) in enumerate(zip(x.chunk(len(self.qkvs), dim=1), self.qkvs, self.dws, strict=True)):
+            feature = part + outs[-1] if outs else part
+            query, key, value = qkv(feature).split([self.key_dim, self.key_dim, self.val_dim], dim=1)
+            q, k, v = (grid.from_map(t, 1) for t in (near(query), key, value))
+            own = None if bias is None else bias[:, head : head + 1]
+            outs.append(grid.to_map(self.attend(q, k, v, grid, bias=own, x=feature.flatten(2).transpose(1, 2))))
+        return self.proj(torch.cat(outs, dim=1))
