@@ -1,0 +1,240 @@
+"""What a recipe says, as one typed and frozen value, and how `--set field=value` changes it.
+
+The fields are flat, so that every one of them has one name on the command line. Stages, which only `fast` has more than
+one of, are reached as `stages.NAME.FIELD`.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from linvit.errors import LinvitError, unknown
+
+CHOICES = {
+    "optimiser": ("adamw", "sgd"),
+    "schedule": ("cosine", "constant"),
+    "no_decay": ("vectors", "norm_and_bias", "nothing"),
+    "loss": ("cross_entropy", "bce"),
+    "distillation": ("none", "soft", "hard", "token"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "compile": ("auto", "off", "default", "reduce-overhead", "max-autotune"),
+    "objective": ("alignment", "features", "supervised"),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training with its own objective. Each stage has its own optimiser, warm-up and schedule."""
+
+    name: str
+    objective: str = "supervised"
+    epochs: float = 1
+    lr: float | None = None  # None: the recipe's
+    trainable: str = "all"  # all, attention (the hosts), mechanism (what conversion added), or a regular expression
+
+    def __post_init__(self) -> None:
+        check(self, "objective")
+        if not 0 < self.epochs < math.inf:
+            raise LinvitError(f"stage {self.name} has {self.epochs} epochs: it needs some, or leave the stage out")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A recipe's values. `None` and 0 switch a thing off; times are in epochs, which need not be whole."""
+
+    recipe: str = "custom"
+    seed: int = 0
+
+    # The optimiser and its learning rate.
+    optimiser: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9  # of sgd
+    lr: float = 5e-4
+    lr_batch: int | None = None  # lr is for this many images a step and grows in proportion; None: as it is
+    schedule: str = "cosine"
+    epochs: float = 300  # warm-up included, cool-down not; with stages, their sum
+    warmup_epochs: float = 5
+    warmup_lr: float = 1e-6
+    warmup_prefix: bool = False  # whether the cosine begins after the warm-up; else the warm-up hides its first part
+    min_lr: float = 1e-5
+    cooldown_epochs: float = 0  # at min_lr, after the rest
+    weight_decay: float = 0.05
+    no_decay: str = (
+        "vectors"  # what has none: 1-D parameters and the model's own list, names with norm or bias, nothing
+    )
+    clip_norm: float | None = None
+    clip_agc: float | None = None
+    ema: float | None = None
+    ema_ramp: float = 0  # steps t of the ramp decay·(1 − exp(−step/t))
+    stages: tuple[Stage, ...] = ()  # none: one supervised stage
+
+    # Steps.
+    batch_size: int = 1024  # images a step, over all processes and accumulated parts
+    accumulate: int = 1
+    precision: str = "bf16"
+    compile: str = "auto"  # auto: on CUDA only
+
+    # Data and its augmentation.
+    input_size: int | None = None  # None: the model's own
+    random_sizes: tuple[int, ...] = ()  # a size for each step, drawn from these
+    test_crop: float | None = None  # None: the model's own
+    crop_scale: tuple[float, float] = (0.08, 1.0)  # share of the image a random crop takes; (1, 1): no crop
+    flip: float = 0.5
+    colour_jitter: float = 0
+    randaugment: str | None = None  # in timm's notation
+    erasing: float = 0
+    mixup: float = 0
+    cutmix: float = 0
+    mixup_prob: float = 1.0
+    mixup_switch: float = 0.5
+    label_smoothing: float = 0
+
+    # What is learnt.
+    drop_path: float = 0
+    drop_path_skip: int = 0  # first blocks without it
+    loss: str = "cross_entropy"
+    distillation: str = "none"
+    teacher: str | None = None  # None: the model as it was before conversion
+    distillation_weight: float = 0.5  # share of the loss
+    temperature: float = 1.0
+    mesa: float = 0  # weight of the loss against the moving average of the weights
+    mesa_start: float = 0.25  # share of the training before it
+
+    # Castling's softmax branch: annealed over the last part of the training unless it has emptied by itself.
+    sparse_anneal: float = 0.2
+    sparse_empty: float = 1e-3  # the share of non-zeros that counts as empty
+
+    # Evaluation, log and checkpoints.
+    bn_images: int = 0  # images to measure BatchNorm's statistics again with before an evaluation
+    eval_epochs: float = 1
+    log_steps: int = 50
+    checkpoint_seconds: float = 60  # at least this between two; 0: at every step
+
+    def __post_init__(self) -> None:
+        for name in CHOICES:
+            if name != "objective":
+                check(self, name)
+        positive = ("lr", "epochs", "batch_size", "accumulate", "eval_epochs", "log_steps", "temperature")
+        for name in positive:
+            if not 0 < getattr(self, name) < math.inf:
+                raise LinvitError(f"{name}={getattr(self, name)}: it must be above 0")
+        for name in ("warmup_epochs", "cooldown_epochs", "weight_decay", "min_lr", "warmup_lr", "mesa", "bn_images"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise LinvitError(f"{name}={getattr(self, name)}: it must not be negative")
+        shares = ("flip", "erasing", "mixup_prob", "mixup_switch", "label_smoothing", "distillation_weight")
+        for name in (*shares, "drop_path", "mesa_start", "sparse_anneal", "sparse_empty"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise LinvitError(f"{name}={getattr(self, name)}: it must lie between 0 and 1")
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise LinvitError(f"ema={self.ema}: the decay must lie between 0 and 1")
+        if self.mesa and self.ema is None:
+            raise LinvitError("mesa learns from the moving average of the weights: set ema as well")
+        if self.clip_norm is not None and self.clip_agc is not None:
+            raise LinvitError("clip by clip_norm or by clip_agc, not both")
+        if self.batch_size % self.accumulate:
+            raise LinvitError(f"batch_size={self.batch_size} is not a multiple of accumulate={self.accumulate}")
+        if len({stage.name for stage in self.stages}) < len(self.stages):
+            raise LinvitError("two stages have one name")
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate at this batch size."""
+        return self.scaled(self.lr)
+
+    def scaled(self, lr: float) -> float:
+        return lr * self.batch_size / self.lr_batch if self.lr_batch else lr
+
+    def plan_of_stages(self) -> tuple[Stage, ...]:
+        """The stages, of which there is always one."""
+        return self.stages or (Stage("train", "supervised", self.epochs + self.cooldown_epochs),)
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.distillation != "none" or any(stage.objective != "supervised" for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return cast(dict[str, Any], plain(asdict(self)))
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def check(owner: Config | Stage, name: str) -> None:
+    if getattr(owner, name) not in CHOICES[name]:
+        raise unknown(name.replace("_", " "), getattr(owner, name), CHOICES[name])
+
+
+def override(config: Config, settings: Iterable[str]) -> Config:
+    """The config with `field=value` settings, each read as the field's type. `epochs` with stages scales them all."""
+    changes: dict[str, Any] = {}
+    stages = {stage.name: stage for stage in config.stages}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        name = name.strip()
+        if not equals:
+            raise LinvitError(f"--set takes field=value, got '{setting}'")
+        if name.startswith("stages."):
+            _, stage, field = (*name.split(".", 2), "")[:3]
+            if stage not in stages:
+                raise unknown(f"stage of recipe {config.recipe}", stage, stages)
+            stages[stage] = replace(stages[stage], **{field: read(Stage, field, text)})
+        elif name in ("recipe", "stages"):
+            raise LinvitError(f"{name} cannot be set: choose a recipe, or set stages.NAME.FIELD")
+        else:
+            changes[name] = read(Config, name, text)
+    chosen = tuple(stages.values())
+    if chosen and "epochs" in changes:
+        share = changes["epochs"] / sum(stage.epochs for stage in chosen)
+        chosen = tuple(replace(stage, epochs=stage.epochs * share) for stage in chosen)
+    elif chosen:
+        changes["epochs"] = sum(stage.epochs for stage in chosen)
+    return replace(config, **changes, stages=chosen)
+
+
+def read(owner: type[Config] | type[Stage], name: str, text: str) -> Any:
+    """A field's value from text."""
+    hints = get_type_hints(owner)
+    if name not in {field.name for field in fields(owner)}:
+        raise unknown("setting", name, hints)
+    try:
+        return convert(text.strip(), hints[name])
+    except ValueError:
+        raise LinvitError(f"{name}={text}: {words(hints[name])} expected") from None
+
+
+def words(kind: Any) -> str:
+    """A type as people say it."""
+    parts = get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return f"{words(parts[0])} or none"
+    if get_origin(kind) is tuple:
+        return "numbers with commas between" if parts[-1] is Ellipsis else f"{len(parts)} numbers with a comma between"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a word")
+
+
+def convert(text: str, kind: Any) -> Any:
+    """Text as a value of this type; ValueError where it is none."""
+    if get_origin(kind) in (Union, types.UnionType):
+        if text.lower() in ("none", "off"):
+            return None
+        kind = next(option for option in get_args(kind) if option is not type(None))
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        parts = [part for part in text.strip("()[]").split(",") if part.strip()]
+        if inner[-1] is not Ellipsis and len(parts) != len(inner):
+            raise ValueError
+        return tuple(convert(part.strip(), inner[0]) for part in parts)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError
+        return text.lower() == "true"
+    return kind(text)

@@ -1,0 +1,246 @@
+"""The recipes: functions that return a Config. What is published and what inferred stands in each docstring.
+
+A paper trains its models differently, so a recipe may look at the model's name. Every value can be changed with
+`--set field=value`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from linvit.errors import unknown
+from linvit.training.config import Config, Stage
+
+RANDAUGMENT = "rand-m9-mstd0.5-inc1"
+REGNET = "regnety_160.deit_in1k"  # the teacher of DeiT and LeViT
+# QT-ViT by its base: lr for 128 images, RandAugment (n, m), erasing, mixup, drop path, blocks without it, MESA, crop.
+QT = {
+    "b1": (2.5e-4, (1, 3), 0.0, 0.1, 0.05, 0, 0.0, 0.95),
+    "b2": (2.5e-4, (1, 3), 0.0, 0.1, 0.05, 0, 0.0, 1.0),
+    "b3": (2.5e-4, (2, 6), 0.0, 0.3, 0.1, 0, 0.0, 1.0),
+    "l1": (1.5e-4, (2, 5), 0.2, 0.2, 0.1, 2, 2.0, 1.0),
+    "l2": (1.5e-4, (2, 5), 0.2, 0.4, 0.1, 3, 2.75, 1.0),
+    "l3": (1.5e-4, (2, 6), 0.2, 0.6, 0.1, 3, 3.5, 1.0),
+}
+
+
+def deit(model: str = "") -> Config:
+    """DeiT without distillation, as its released code trains: the ground several of the papers stand on.
+
+    Its repeated augmentation is left out.
+    """
+    return Config(
+        recipe="deit",
+        lr=5e-4,
+        lr_batch=512,
+        batch_size=1024,
+        epochs=300,
+        warmup_epochs=5,
+        warmup_lr=1e-6,
+        min_lr=1e-5,
+        weight_decay=0.05,
+        drop_path=0.1,
+        label_smoothing=0.1,
+        mixup=0.8,
+        cutmix=1.0,
+        erasing=0.25,
+        randaugment=RANDAUGMENT,
+        colour_jitter=0.4,
+        ema=0.99996,
+    )
+
+
+def mixa(model: str = "") -> Config:
+    """MixA's fine-tune of a converted model, with the pretrained original as the teacher.
+
+    Published: 150 epochs, 10 of warm-up, AdamW, cosine, lr 1e-4, weight decay 0.05; batch 512 (DeiT), 384 (Swin-T),
+    256 (Swin-S); cross entropy and Hinton's distillation; RandAugment and erasing alone for DeiT-T, mixup and cutmix as
+    in DeiT for the others. Inferred: temperature 2 and equal weights; DeiT's warm-up and final lr, strength of
+    RandAugment and drop path, and its label smoothing where there is mixup.
+    """
+    name = model.lower()
+    small = "deit" in name and "tiny" in name
+    batch = (384 if "tiny" in name else 256) if "swin" in name else 512
+    return replace(
+        deit(),
+        recipe="mixa",
+        lr=1e-4,
+        lr_batch=None,
+        batch_size=batch,
+        epochs=150,
+        warmup_epochs=10,
+        mixup=0.0 if small else 0.8,
+        cutmix=0.0 if small else 1.0,
+        label_smoothing=0.0 if small else 0.1,
+        colour_jitter=0.0,
+        ema=None,
+        distillation="soft",
+        temperature=2.0,
+        distillation_weight=0.5,
+    )
+
+
+def castling(model: str = "") -> Config:
+    """Castling-ViT. No schedule is released, so these are the recipes of the models it converts.
+
+    LeViT's, from its code: 1000 epochs, lr 5e-4 for 512 images, weight decay 0.025, AGC 0.01, hard distillation from
+    RegNetY-16GF. MViTv2's, from its configs: 300 epochs, lr 2.5e-4 a shard (256 images, inferred), weight decay 0.05,
+    clip 1.0, drop path 0.1, for B 0.3. Others get DeiT's with hard distillation: the baselines in the paper's figure
+    are the distilled DeiTs. That Castling used these recipes is inferred throughout, and so is the annealing of its
+    softmax branch, which the paper reports to empty by itself.
+    """
+    name = model.lower()
+    base = replace(deit(), recipe="castling")
+    if "mvit" in name:
+        return replace(
+            base,
+            lr=2.5e-4,
+            lr_batch=256,
+            batch_size=256,
+            clip_norm=1.0,
+            drop_path=0.3 if "base" in name else 0.1,
+            ema=None,
+        )
+    hard = replace(base, distillation="hard", teacher=REGNET, distillation_weight=0.5)
+    if "levit" in name or not name:
+        return replace(
+            hard,
+            epochs=1000,
+            batch_size=2048,
+            weight_decay=0.025,
+            clip_agc=0.01,
+            drop_path=0.1 if "384" in name else 0.0,
+        )
+    return hard
+
+
+def qtvit(model: str = "") -> Config:
+    """QT-ViT, from its released configs, which are EfficientViT's; QT-ViT-1 unless the model says otherwise.
+
+    Published: 300 epochs after 20 of warm-up from 0, cosine, AdamW, weight decay 0.1 except where the name has norm or
+    bias, clip 2.0, lr 2.5e-4 (B) or 1.5e-4 (L) a GPU of 128 images on 8 GPUs, sizes 128 to 224 by turns, BCE, smoothing
+    0.1, BatchNorm measured again on 16,000 images, EMA 0.9998 with its ramp, MESA for L from a quarter of the training
+    on. The paper used other EMA decays, which it does not give. Inferred: the crop's scale, and a final lr of 0.
+    """
+    name = model.lower()
+    order = list(QT)
+    wanted = next((i for i, base in enumerate(order) if f"qtvit_{i + 1}" in name or f"_{base}" in name), 0)
+    lr, (number, magnitude), erasing, mix, drop_path, skip, mesa, crop = QT[order[wanted]]
+    return Config(
+        recipe="qtvit",
+        lr=lr,
+        lr_batch=128,
+        batch_size=1024,
+        epochs=320,
+        warmup_epochs=20,
+        warmup_lr=0.0,
+        warmup_prefix=True,
+        min_lr=0.0,
+        weight_decay=0.1,
+        no_decay="norm_and_bias",
+        clip_norm=2.0,
+        ema=0.9998,
+        ema_ramp=4000,
+        random_sizes=(128, 160, 192, 224),
+        test_crop=crop,
+        randaugment=f"rand-m{magnitude}-n{number}",
+        erasing=erasing,
+        mixup=mix,
+        cutmix=mix,
+        label_smoothing=0.1,
+        loss="bce",
+        drop_path=drop_path,
+        drop_path_skip=skip,
+        mesa=mesa,
+        mesa_start=0.25,
+        bn_images=16_000,
+    )
+
+
+def mobile(model: str = "") -> Config:
+    """Mobile-Attention, whose code says only "see Flowformer": this is Flowformer's for images.
+
+    Published there: AdamW, lr 5e-4 for 512 images, weight decay 0.05, clip 1.0, 300 epochs, 5 of warm-up, RandAugment
+    m9, mixup 0.8, cutmix 1.0, smoothing 0.1, no erasing, drop path 0.2, 6 GPUs of 128 images. DeiT, PVTv2 and
+    EfficientFormerV2 keep their own drop path (inferred). Warm-up and final lr are DeiT's (inferred).
+    """
+    name = model.lower()
+    rates = {"deit": 0.1, "pvt_v2_b3": 0.3, "pvt": 0.1, "efficientformerv2_s0": 0.0}
+    rates |= {"efficientformerv2_s2": 0.02, "efficientformerv2": 0.1}
+    rate = next((rate for key, rate in rates.items() if key in name), 0.2)
+    return replace(deit(), recipe="mobile", batch_size=768, clip_norm=1.0, erasing=0.0, ema=None, drop_path=rate)
+
+
+def fair(model: str = "") -> Config:
+    """The Fair Comparison, from its training script's defaults, which are Swin-T's.
+
+    Published: AdamW, lr 5e-4 as it is, weight decay 0.05, clip 5.0, cosine to 5e-6, warm-up of 20 epochs from 5e-7, 300
+    epochs and 10 at the end, drop path 0.2, mixup 0.8, cutmix 1.0, smoothing 0.1, erasing 0.25, colour jitter 0.4, seed
+    42, no EMA, 128 images a GPU. The number of GPUs is not given: 4 is inferred, where this lr is Swin's own.
+    """
+    return Config(
+        recipe="fair",
+        seed=42,
+        lr=5e-4,
+        batch_size=512,
+        epochs=300,
+        warmup_epochs=20,
+        warmup_lr=5e-7,
+        min_lr=5e-6,
+        cooldown_epochs=10,
+        weight_decay=0.05,
+        clip_norm=5.0,
+        drop_path=0.2,
+        randaugment=RANDAUGMENT,
+        colour_jitter=0.4,
+        mixup=0.8,
+        cutmix=1.0,
+        label_smoothing=0.1,
+        erasing=0.25,
+        test_crop=0.875,
+    )
+
+
+def fast(model: str = "") -> Config:
+    """Ours: a converted model gets its accuracy back in minutes, in three stages.
+
+    First every converted layer learns, without labels, to do what its original did on the teacher's inputs; all layers
+    at once. Then the features of whole blocks are aligned, and last comes a short distilled fine-tune. The values are
+    this project's own choice.
+    """
+    stages = (
+        Stage("align", "alignment", 4, lr=1e-3, trainable="attention"),
+        Stage("features", "features", 4, lr=5e-4),
+        Stage("finetune", "supervised", 12, lr=5e-4),
+    )
+    return Config(
+        recipe="fast",
+        lr=5e-4,
+        batch_size=256,
+        epochs=20,
+        warmup_epochs=0.5,
+        warmup_lr=1e-6,
+        min_lr=1e-6,
+        weight_decay=0.05,
+        clip_norm=1.0,
+        stages=stages,
+        mixup=0.2,
+        distillation="soft",
+        temperature=2.0,
+        distillation_weight=0.9,
+        crop_scale=(0.35, 1.0),
+        eval_epochs=2,
+    )
+
+
+RECIPES: dict[str, Callable[[str], Config]] = {
+    recipe.__name__: recipe for recipe in (mixa, castling, qtvit, mobile, fair, deit, fast)
+}
+
+
+def recipe(name: str, model: str = "") -> Config:
+    """The named recipe's values for a model."""
+    if name not in RECIPES:
+        raise unknown("recipe", name, RECIPES)
+    return RECIPES[name](model)
