@@ -73,8 +73,19 @@ def _asks_from_nowhere(mechanism: Mechanism) -> bool:
 
 def stem(owner: nn.Module) -> nn.Module | None:
     """The patch embedding of a model, whatever timm calls it."""
-    found = (getattr(owner, name, None) for name in ("patch_embed", "embeds", "pixel_embed", "stem_dct"))
+    names = ("patch_embed", "embeds", "pixel_embed", "stem_dct", "patch_embedding")
+    inside = getattr(getattr(owner, "patch_embeddings", None), "projection", None)  # Hugging Face's
+    found = (*(getattr(owner, name, None) for name in names), inside)
     return next((module for module in found if isinstance(module, nn.Module)), None)
+
+
+def prefix_tokens(owner: nn.Module) -> int:
+    """How many class and register tokens a model has; Hugging Face's embeddings hold them without counting."""
+    if not type(owner).__module__.startswith("transformers."):
+        return getattr(owner, "num_prefix_tokens", getattr(owner, "num_tokens", 0))
+    tokens = (getattr(owner, name, None) for name in ("cls_token", "distillation_token", "register_tokens"))
+    classes = int(getattr(owner, "class_embedding", None) is not None)
+    return classes + sum(token.shape[1] for token in tokens if isinstance(token, Tensor))
 
 
 class Grids:
@@ -89,7 +100,7 @@ class Grids:
         """Hook the stem of a model, and whatever else on the way changes the grid: PiT's pooling, CSATv2's stages."""
         embed = stem(owner)
         assert embed is not None
-        self.prefix = getattr(owner, "num_prefix_tokens", getattr(owner, "num_tokens", 0))
+        self.prefix = prefix_tokens(owner)
         if hasattr(embed, "dynamic_feat_size") or isinstance(embed, Gemma4PatchEmbed):
             handles = [embed.register_forward_pre_hook(self.before_patches)]
         else:

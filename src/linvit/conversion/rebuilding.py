@@ -31,13 +31,19 @@ PLAIN = (bool, int, float, str, type(None))
 
 def build(name: str, args: Mapping[str, Any]) -> nn.Module:
     """The model without its weights."""
+    if name.startswith("transformers:"):
+        try:
+            from linvit.conversion.huggingface import PREFIX, build_model
+        except ImportError:
+            raise LinvitError("this is a Hugging Face model: pip install linvit[transformers]") from None
+        return build_model(name.removeprefix(PREFIX), dict(args))
     if not is_model(name):
         raise unknown("model", name, list_models())
     try:
         return timm.create_model(name, pretrained=False, **args)
     except LinvitError:
         raise
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
         raise LinvitError(f"{name} cannot be built with {dict(args)}: {error}") from error
 
 
@@ -78,6 +84,14 @@ def origin(
     model: nn.Module, name: str | None, args: Mapping[str, Any] | None, rows: list[dict[str, Any]]
 ) -> tuple[str, dict[str, Any]]:
     """The name and the arguments that build this model; an error where they cannot be told."""
+    if hugging(model):
+        from linvit.conversion.huggingface import origin_of
+
+        name, found = origin_of(model)  # type: ignore[arg-type]
+        with torch.device("meta"):
+            again = build(name, found)
+            install_layers(again, rows)
+        return prove(model, again, name, found)
     noted = getattr(model, "linvit_origin", {})
     name = name or noted.get("name") or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not name:
@@ -87,10 +101,20 @@ def origin(
         found = {**known, **discover(model, build(name, known)), **(args or {})}
         again = build(name, found)
         install_layers(again, rows)
+    return prove(model, again, name, found)
+
+
+def prove(model: nn.Module, again: nn.Module, name: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments, if they built the same model."""
     difference = next(differences(model, again), None)
     if difference:
-        raise LinvitError(f"{name} built with {found} is not this model: {difference}; give model_args={{…}}")
-    return name, found
+        raise LinvitError(f"{name} built with {args} is not this model: {difference}; give model_args={{…}}")
+    return name, args
+
+
+def hugging(model: nn.Module) -> bool:
+    """Whether the model is one of transformers'."""
+    return any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -101,7 +125,8 @@ def inner(model: nn.Module) -> nn.Module:
 
 def single(size: Any) -> Any:
     """7 for (7, 7): not every model takes pairs."""
-    return size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
+    pair = isinstance(size, tuple | list) and len(size) == 2
+    return size[0] if pair and size[0] == size[1] else size
 
 
 def blocks(model: Any) -> list[Any]:
@@ -147,7 +172,7 @@ def discover(model: nn.Module, built: nn.Module) -> dict[str, Any]:
             value, default = read(mine), read(theirs)
         except (AttributeError, IndexError, TypeError, ValueError):
             continue
-        if argument in taken and value != default:
+        if argument in taken and plain(value) and value != default:
             found[argument] = value
     return found
 

@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
+from linvit.conversion.convert import own_size
 from linvit.conversion.plan import Plan
-from linvit.conversion.rebuilding import build, inner, install_layers, layers_of, origin
+from linvit.conversion.rebuilding import build, hugging, inner, install_layers, layers_of, origin
 from linvit.conversion.weights import PICKLES
 from linvit.errors import LinvitError
 from linvit.version import __version__
@@ -89,12 +90,15 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module
         {**done, "plan": Plan.from_dict(done.get("plan"))} for done in config["conversions"]
     ]
     known = getattr(model, "pretrained_cfg", None) or {}
-    model.pretrained_cfg = model.default_cfg = {**known, **config["preprocessing"]}  # type: ignore[assignment]
+    if not hugging(model):
+        model.pretrained_cfg = model.default_cfg = {**known, **config["preprocessing"]}  # type: ignore[assignment]
     return model.to(device).eval()
 
 
 def preprocessing(model: nn.Module) -> dict[str, Any]:
     """What happens to a picture before the model sees it, as timm's data config, at the model's present input size."""
+    if hugging(model):  # its image processor knows the rest
+        return {"input_size": (3, *own_size(model))}
     config = resolve_model_data_config(model)
     size = getattr(getattr(inner(model), "patch_embed", None), "img_size", None)
     if size is not None:

@@ -1,0 +1,244 @@
+"""Hugging Face's vision models, by transformers' own attention interface: ViT, DeiT, DINOv2 (registers too), CLIP's and
+SigLIP's vision towers, and SAM's encoder.
+
+Exact for softmax. The modules keep their own forward, with q, k and v handed to the mechanism where the interface lets
+attention in; only SAM's does not use it. Its relative position is exact in mechanisms with logits and given up with
+`drop=("relative_bias",)` elsewhere. Needs `pip install linvit[transformers]`; nothing imports this file without.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.models.clip.modeling_clip import CLIPAttention
+from transformers.models.deit.modeling_deit import DeiTAttention
+from transformers.models.dinov2.modeling_dinov2 import Dinov2Attention
+from transformers.models.dinov2_with_registers.modeling_dinov2_with_registers import Dinov2WithRegistersAttention
+from transformers.models.sam.modeling_sam import SamVisionAttention, SamVisionSdpaAttention
+from transformers.models.siglip.modeling_siglip import SiglipAttention
+from transformers.models.vit.modeling_vit import ViTAttention
+
+from linvit.attention import Shape, TokenGrid
+from linvit.conversion.host import Ask, Grids, Host, bias_ask, refuse_mask, stem
+from linvit.conversion.hosts.vit import split_mask
+from linvit.errors import LinvitError, unknown
+
+INTERFACE = "linvit"
+PREFIX = "transformers:"  # before a class's name, where a saved model's config has a timm name else
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for attention: the mechanism of the module. Weights are not returned, as by SDPA."""
+    refuse_mask(bool(is_causal))
+    usual = query.shape[-1] ** -0.5
+    if scaling is not None and scaling != usual:
+        query = query * (scaling / usual)
+    mask, bias = split_mask(attention_mask, module.mechanism)
+    module.passing.query = query
+    grid = module.grids.grid if module.grids is not None else None
+    out = module.attend(query, key, value, grid, mask=mask, bias=bias, x=module.passing.input)
+    return out.transpose(1, 2), None
+
+
+def padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """What transformers calls for the mask: which keys are no padding, `(batch, 1, 1, keys)`; none without padding."""
+    return None if attention_mask is None else attention_mask[:, None, None, :].bool()
+
+
+AttentionInterface.register(INTERFACE, attend)
+AttentionMaskInterface.register(INTERFACE, padding_mask)
+
+
+class Passing:
+    """What the interface does not hand on: the block's input on the way in, the query on the way out."""
+
+    input: Tensor | None = None
+    query: Tensor | None = None
+
+
+class InterfaceHost(Host):
+    """A module that asks the interface for its attention.
+
+    Each has a config of its own that says whom it asks: kept layers ask PyTorch's, and choosing another implementation
+    for the model does not bring softmax back. The model's config, asked for masks only, says linvit too.
+    """
+
+    config: Any
+    passing: Passing
+
+    @staticmethod
+    def shape(module: Any) -> Shape:
+        heads = getattr(module, "num_attention_heads", None) or module.num_heads
+        return Shape(heads, module.head_dim, dim=module.q_proj.in_features)
+
+    @staticmethod
+    def asks(module: Any) -> list[Ask]:
+        rate = getattr(module, "attention_dropout", getattr(module, "dropout", 0.0))
+        return [Ask("attention_dropout", lambda mechanism: False)] if rate else []
+
+    @staticmethod
+    def give_up(module: Any, feature: str) -> None:
+        if feature == "attention_dropout":
+            module.attention_dropout = module.dropout = 0.0
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
+        return image.grid
+
+    @classmethod
+    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+        found = {name: module for name, module in hosts if isinstance(module, InterfaceHost)}
+        for _, attention in hosts:
+            module: Any = attention
+            shared = module.config
+            module.config = copy.copy(shared)
+            module.config._attn_implementation = "sdpa"
+            if isinstance(module, InterfaceHost):
+                module.passing = Passing()
+                module.config._attn_implementation = INTERFACE
+            shared._attn_implementation = INTERFACE
+        for name, owner in model.named_modules():
+            if stem(owner) is None or type(owner).__module__.split(".")[0] != "transformers":
+                continue
+            around = name.rpartition(".")[0]
+            inside = [module for place, module in found.items() if place.startswith(around)]
+            if inside and all(module.grids is None for module in inside):
+                grids = Grids()
+                grids.follow(owner)
+                for module in inside:
+                    module.grids = grids
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.passing.input = hidden_states
+        out, weights = super().forward(hidden_states, *args, **kwargs)
+        query, self.passing.input, self.passing.query = self.passing.query, None, None
+        assert query is not None
+        return self.mechanism.after_projection(out, query), weights
+
+
+class HFViTHost(InterfaceHost, ViTAttention):
+    original = ViTAttention
+
+
+class HFDeiTHost(InterfaceHost, DeiTAttention):
+    original = DeiTAttention
+
+
+class HFDinov2Host(InterfaceHost, Dinov2Attention):
+    original = Dinov2Attention
+
+
+class HFDinov2RegistersHost(InterfaceHost, Dinov2WithRegistersAttention):
+    original = Dinov2WithRegistersAttention
+
+
+class HFSiglipHost(InterfaceHost, SiglipAttention):
+    original = SiglipAttention
+
+
+class HFCLIPHost(InterfaceHost, CLIPAttention):
+    original = CLIPAttention
+
+
+class _SamBase(Host):
+    num_attention_heads: int
+    use_rel_pos: bool
+    qkv: nn.Linear
+    proj: nn.Linear
+    rel_pos_h: Any
+    rel_pos_w: Any
+    get_decomposed_rel_pos: Any
+
+    @staticmethod
+    def shape(module: Any) -> Shape:
+        dim = module.qkv.in_features
+        return Shape(module.num_attention_heads, dim // module.num_attention_heads, dim=dim)
+
+    @staticmethod
+    def asks(module: Any) -> list[Ask]:
+        dropout = [Ask("attention_dropout", lambda mechanism: False)] if module.dropout else []
+        return ([bias_ask("relative_bias")] if module.use_rel_pos else []) + dropout
+
+    @staticmethod
+    def give_up(module: Any, feature: str) -> None:
+        if feature == "relative_bias":
+            module.use_rel_pos = False
+            module.rel_pos_h = module.rel_pos_w = None
+        elif feature == "attention_dropout":
+            module.dropout = 0.0
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
+        return TokenGrid(args[0].shape[1], args[0].shape[2])
+
+    def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:
+        batch, height, width, _ = hidden_states.shape
+        tokens = hidden_states.flatten(1, 2)
+        heads = self.num_attention_heads
+        q, k, v = self.qkv(tokens).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        bias = None
+        if self.use_rel_pos and self.mechanism.capabilities.bias:
+            size = (height, width)
+            bias = self.get_decomposed_rel_pos(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
+            bias = bias.reshape(batch, heads, height * width, height * width)
+        out = self.attend(q, k, v, TokenGrid(height, width), bias=bias, x=tokens)
+        out = self.mechanism.after_projection(self.proj(out.transpose(1, 2).flatten(2)), q)
+        return out.unflatten(1, (height, width)), None
+
+
+class HFSamHost(_SamBase, SamVisionAttention):
+    original = SamVisionAttention
+
+
+class HFSamSdpaHost(_SamBase, SamVisionSdpaAttention):
+    original = SamVisionSdpaAttention
+
+
+HOSTS: tuple[type[Host], ...] = (
+    HFViTHost,
+    HFDeiTHost,
+    HFDinov2Host,
+    HFDinov2RegistersHost,
+    HFSiglipHost,
+    HFCLIPHost,
+    HFSamHost,
+    HFSamSdpaHost,
+)
+BY_ORIGINAL = {host.original: host for host in HOSTS}
+
+
+def host_in_transformers(module: nn.Module) -> type[Host] | None:
+    """The host of a transformers module. Attention over text, in the same classes, has none."""
+    host = BY_ORIGINAL.get(type(module))
+    text = issubclass(host, InterfaceHost) and not hasattr(module.config, "patch_size") if host else False
+    return None if text else host
+
+
+def build_model(name: str, config: dict[str, Any]) -> nn.Module:
+    """A model of transformers by the name of its class, from its config and without weights."""
+    cls: Any = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise unknown("model of transformers", name, (n for n in dir(transformers) if n.endswith(("Model", "ation"))))
+    kind: Any = cls.config_class
+    try:
+        return cls(kind.from_dict(copy.deepcopy(config)))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise LinvitError(f"transformers' {name} cannot be built from its config: {error}") from error
+
+
+def origin_of(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
+    """The name and the config that build this model."""
+    return PREFIX + type(model).__name__, model.config.to_diff_dict()
