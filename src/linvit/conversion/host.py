@@ -60,6 +60,14 @@ def wide_ask() -> Ask:
     return Ask("wide values", lambda mechanism: mechanism.capabilities.wide_values, droppable=False)
 
 
+def width_ask(projection: Any) -> list[Ask]:
+    """A projection to another width, where nothing that is as wide as the queries can be added behind it."""
+    if projection.in_features == projection.out_features:
+        return []
+    plain = Mechanism.after_projection
+    return [Ask("another width", lambda mechanism: type(mechanism).after_projection is plain, droppable=False)]
+
+
 def one_query_ask() -> Ask:
     """The class token asks all tokens. One query is linear as it is, so a mechanism that needs as many keys as queries,
     or that knows places, of which the class token has none, leaves the layer alone."""

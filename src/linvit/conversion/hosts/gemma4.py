@@ -13,7 +13,7 @@ from timm.models.gemma4_vit import Gemma4Attention, apply_multidimensional_rope
 from torch import Tensor, nn
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, rotary_ask
+from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, rotary_ask, width_ask
 from linvit.conversion.hosts.vit import split_mask
 
 
@@ -26,7 +26,7 @@ class Gemma4Host(Host, Gemma4Attention):
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
-        return [rotary_ask(), *dropout_ask(module)]
+        return [rotary_ask(), *dropout_ask(module), *width_ask(module.o_proj.linear)]
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:

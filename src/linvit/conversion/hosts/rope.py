@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, given, refuse_mask, rotary_ask
+from linvit.conversion.host import (
+    Ask,
+    Grids,
+    Host,
+    dropout_ask,
+    follow_grids,
+    given,
+    refuse_mask,
+    rotary_ask,
+    width_ask,
+)
 from linvit.conversion.hosts.vit import split_mask, use_key_masks
 
 
@@ -46,7 +56,7 @@ class _RopeBase(Host):
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
+        return dropout_ask(module) + width_ask(module.proj)
 
     @classmethod
     def asks_in(cls, model: nn.Module, module: Any) -> list[Ask]:

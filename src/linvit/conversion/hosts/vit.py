@@ -15,7 +15,7 @@ from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 
 from linvit.attention import Mechanism, Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, refuse_mask
+from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, refuse_mask, width_ask
 from linvit.conversion.pictures import follow_pictures
 
 
@@ -28,7 +28,7 @@ class ViTHost(Host, Attention):
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
+        return dropout_ask(module) + width_ask(module.proj)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
