@@ -293,9 +293,13 @@ def lift(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+# Asked once, because the compiler of torch 2.11 cannot look into the question and would break the graph at it.
+AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind))
+
+
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast does not reach inside: sums over tokens overflow in half precision."""
-    if torch.amp.is_autocast_available(device.type):
+    if device.type in AUTOCAST:
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
