@@ -57,7 +57,7 @@ def linear_attention(
     save = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (constant is not None and constant.requires_grad)
     )
-    if not _plain(q):
+    if not plain(q):
         return ops.attention(q, k, v, mask, constant, *astuple(formula), save)[0]
     if not save:
         return launch.forward(q, k, v, mask, constant, formula, False)[0]
@@ -72,14 +72,14 @@ def linear_attention_packed(
 ) -> Tensor:
     """The same from a packed `(batch, tokens, 3, heads, head_dim)` projection, whose gradient is written as a whole."""
     save = torch.is_grad_enabled() and (qkv.requires_grad or (constant is not None and constant.requires_grad))
-    if not _plain(qkv):
+    if not plain(qkv):
         return ops.packed(qkv, mask, constant, *astuple(formula), save)[0]
     if not save:
         return launch.forward(*unpack(qkv), mask, constant, formula, False)[0]
     return _Packed.apply(qkv, unpack(qkv), mask, constant, formula)
 
 
-def _plain(tensor: Tensor) -> bool:
+def plain(tensor: Tensor) -> bool:
     """Whether nobody watches: no tracing, no dispatch mode (FLOP counters, fake tensors), no function transform."""
     return not (
         torch.compiler.is_compiling()
