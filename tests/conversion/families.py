@@ -232,5 +232,5 @@ FAMILIES = [
     Family("cpubone_nano", CONVOLUTIONAL),
     Family("shvit_s1", {"embed_dim": (16, 32, 48), "partial_dim": (8, 12, 16), "depth": (1, 1, 1)}),
     Family("iformer_t", {"dims": (8, 16, 32, 48), "depths": (1, 1, 4, 3), "attn_groups": (0, 0, 1, 1)}),
-    Family("efficientvit_m0", {"img_size": 128, "embed_dim": (16, 32, 48), "depth": (1, 1, 1)}, size=128, fixed=True),
+    Family("efficientvit_m0", {"img_size": 128, "embed_dim": (16, 32, 48), "depth": (1, 1, 1)}, size=128),
 ]

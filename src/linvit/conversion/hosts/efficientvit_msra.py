@@ -2,7 +2,8 @@
 
 Heads run one after the other, each through the same mechanism: it has one head, and what parameters it brings are
 shared by all. Exact for softmax. The bias for each offset is exact in mechanisms with logits and given up with
-`drop=("relative_bias",)` elsewhere. The windows around it fix the input size, as in the original.
+`drop=("relative_bias",)` elsewhere. The original takes one input size; a converted model takes any, with the same
+windows and the bias table resized where the last stage sees another grid than the one it was learned on.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.models.efficientvit_msra import CascadedGroupAttention
-from torch import Tensor
+from timm.models.efficientvit_msra import CascadedGroupAttention, LocalWindowAttention
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from linvit.attention import Shape, TokenGrid
 from linvit.conversion.host import Ask, Grids, Host, bias_ask, offset_bias, wide_ask
@@ -38,6 +40,12 @@ class CascadedHost(Host, CascadedGroupAttention):
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
         return TokenGrid(*args[0].shape[-2:])
 
+    @classmethod
+    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+        for owner in model.modules():
+            if type(owner) is LocalWindowAttention and isinstance(owner.attn, cls):
+                owner.__class__ = AnySizeWindows
+
     def _init_buffers(self) -> None:
         if self.attention_biases is not None:
             super()._init_buffers()
@@ -55,3 +63,19 @@ class CascadedHost(Host, CascadedGroupAttention):
             own = None if bias is None else bias[:, head : head + 1]
             outs.append(grid.to_map(self.attend(q, k, v, grid, bias=own, x=feature.flatten(2).transpose(1, 2))))
         return self.proj(torch.cat(outs, dim=1))
+
+
+class AnySizeWindows(LocalWindowAttention):
+    """The windows around the attention, on a picture of any size; zero padding counts as tokens, as in the original."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        side = self.window_resolution
+        if height <= side and width <= side:
+            return self.attn(x)
+        x = F.pad(x, (0, -width % side, 0, -height % side))
+        rows, columns = x.shape[2] // side, x.shape[3] // side
+        windows = x.reshape(batch, channels, rows, side, columns, side).permute(0, 2, 4, 1, 3, 5)
+        windows = self.attn(windows.reshape(-1, channels, side, side))
+        x = windows.reshape(batch, rows, columns, channels, side, side).permute(0, 3, 1, 4, 2, 5)
+        return x.reshape(batch, channels, rows * side, columns * side)[:, :, :height, :width]

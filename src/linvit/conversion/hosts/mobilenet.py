@@ -1,8 +1,8 @@
 """MobileNetV4 hybrid and MobileNetV5: `Attention2d` and `MultiQueryAttention2d` of timm's layers, over pictures.
 
 Exact for softmax, any input size. In multi-query attention all heads share one key and one value head; the mechanism
-sees them repeated. Strided keys and pooled queries stay, so mechanisms that need as many keys as queries are refused
-there.
+sees them repeated. `drop=("pooling",)` takes strided keys and pooled queries out, for mechanisms that need as many keys
+as queries.
 """
 
 from __future__ import annotations
@@ -51,11 +51,19 @@ class MultiQueryHost(Host, MultiQueryAttention2d):
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
-        unequal = (
-            [unequal_ask("strided keys", droppable=False)] if module.has_query_strides or module.kv_stride > 1 else []
-        )
+        pooled = module.has_query_strides or module.kv_stride > 1
+        unequal = [unequal_ask("pooling", droppable=True)] if pooled else []
         wide = [wide_ask()] if module.value_dim != module.key_dim else []
         return unequal + wide + dropout_ask(module)
+
+    @staticmethod
+    def give_up(module: Any, feature: str) -> None:
+        if feature == "pooling":
+            for part in (module.query, module.key, module.value, module.output):
+                for name in ("down_pool", "down_conv", "norm", "upsample"):
+                    if hasattr(part, name):
+                        delattr(part, name)
+            module.has_query_strides, module.query_strides, module.kv_stride = False, (1, 1), 1
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:

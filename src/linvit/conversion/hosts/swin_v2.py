@@ -93,6 +93,7 @@ class SwinV2Host(_CosineWindows, WindowAttention):
 
 class SwinV2CrHost(_CosineWindows, WindowMultiHeadAttention):
     original = WindowMultiHeadAttention
+    relative_coordinates_log: Tensor
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
@@ -108,3 +109,10 @@ class SwinV2CrHost(_CosineWindows, WindowMultiHeadAttention):
 
     def _position(self) -> Tensor | None:
         return None if self.meta_mlp is None else self._relative_positional_encodings()
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """timm's own fills a buffer of the old size, and so fails for every other window."""
+        if tuple(window_size) != tuple(self.window_size):
+            pairs = (window_size[0] * window_size[1]) ** 2
+            self.relative_coordinates_log = self.logit_scale.new_empty(pairs, 2)
+            super().set_window_size(window_size)
