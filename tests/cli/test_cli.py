@@ -17,6 +17,10 @@ VERBS = {
     "list": {"what", "--json"},
     "tables": {"name", "--check", "--json"},
     "theory": {"--samples", "--seed", "--plot", "--json"},
+    "convert": {
+        *("model", "--to", "--output", "--keep", "--where", "--layers", "--drop", "--option", "--input-size"),
+        *("--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg", "--survey", "--json"),
+    },
     "bench op": {
         *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--passes"),
         *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),

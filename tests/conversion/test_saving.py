@@ -62,6 +62,7 @@ def test_the_config_says_what_the_model_is(tmp_path: Path) -> None:
     model = converted(plan="mixa", keep=1)
     save(model, tmp_path / "m")
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [CONFIG, WEIGHTS]
+    assert (tmp_path / "m" / CONFIG).stat().st_mode == (tmp_path / "m" / WEIGHTS).stat().st_mode
     config = json.loads((tmp_path / "m" / CONFIG).read_text())
     assert config["format"] == 1 and config["linvit"] == linvit.__version__
     assert config["model"] == "deit_tiny_patch16_224" and config["args"]["depth"] == 2
@@ -83,9 +84,10 @@ def test_a_model_that_cannot_be_told_is_refused_before_anything_is_written(tmp_p
     with pytest.raises(LinvitError, match=r"not this model: .* is .*, not .*; give model_args=") as error:
         save(converted(family), tmp_path / "m")
     assert "\n" not in str(error.value)
-    model = timm.create_model("deit_tiny_patch16_224", num_heads=6)
-    with pytest.raises(LinvitError, match=r"num_heads|head_dim"):
-        save(model, tmp_path / "m", model_args={"num_heads": 3})
+    model = timm.create_model("deit_tiny_patch16_224", depth=1)
+    model.blocks[0].norm1.eps = 1e-3
+    with pytest.raises(LinvitError, match=r"blocks.0.norm1.eps is 0.001, not 1e-06"):
+        save(model, tmp_path / "m")
     with pytest.raises(LinvitError, match="no timm name"):
         save(nn.Linear(2, 2), tmp_path / "m")
     with pytest.raises(LinvitError, match="did you mean deit_tiny_patch16_224"):

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from linvit.cli import bench, tables, theory
+from linvit.cli import bench, convert, tables, theory
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
 from linvit.version import __version__
@@ -69,4 +69,5 @@ def linvit(
 app.command("list")(list_verb.list_)
 app.command("tables")(tables.tables)
 app.command("theory")(theory.theory)
+app.command("convert")(convert.convert)
 app.add_typer(bench.app, name="bench")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from linvit.cli.arguments import numbers, pairs
 from linvit.cli.output import Json, print_json, progress
 from linvit.errors import LinvitError, unknown
 
@@ -64,11 +64,11 @@ def op(
     else:
         place = _device(device)
         kind = dtype or ("bf16" if place.type == "cuda" else "fp32")
-        settings = {"mechanism": mechanism, "options": _options(option), "dtype": kind, "layout": "packed"}
+        settings = {"mechanism": mechanism, "options": pairs(option, "--option"), "dtype": kind, "layout": "packed"}
         if preset is not None and preset not in speed.PRESETS:
             raise LinvitError(f"unknown preset '{preset}'; known: {', '.join(speed.PRESETS)}")
         over = (
-            speed.PRESETS[preset] if preset else speed.shapes(*(_numbers(t) for t in (batch, heads, head_dim, tokens)))
+            speed.PRESETS[preset] if preset else speed.shapes(*(numbers(t) for t in (batch, heads, head_dim, tokens)))
         )
         wanted, which = _words(compared), _words(passes, speed.PASSES)
         result = _measure_op(settings, over, which, wanted, place, budget, output, resume)
@@ -156,12 +156,12 @@ def model(
     else:
         place = _device(device)
         kind = dtype or ("bf16" if place.type == "cuda" else "fp32")
-        resolutions, batches = _numbers(resolution), _numbers(batch)
+        resolutions, batches = numbers(resolution), numbers(batch)
         if len(batches) == 1:
             batches *= len(resolutions)
         if len(batches) != len(resolutions):
             raise LinvitError(f"give one batch size, or {len(resolutions)}: one per resolution")
-        options = {} if keep is None else {"keep": keep}
+        options: dict[str, Any] = {} if keep is None else {"keep": keep}
         head = {"kind": "bench model", "version": 1, "model": name, "to": to, "options": options, "dtype": kind}
         path = resume or output or _default_path(f"bench-model-{name}-{to}")
         file = record.ResultFile(path, head, record.environment(place), resume=resume is not None)
@@ -245,36 +245,12 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise LinvitError(f"expected whole numbers with commas, such as 196,784; got '{text}'") from None
-    if min(numbers) < 1:
-        raise LinvitError(f"expected numbers of at least 1, got '{text}'")
-    return numbers
-
-
 def _words(text: str, known: tuple[str, ...] = ("ours", "sdpa", "reference", "compiled")) -> tuple[str, ...]:
     words = tuple(part.strip() for part in text.split(","))
     for word in words:
         if word not in known:
             raise unknown("choice", word, known)
     return words
-
-
-def _options(given: list[str] | None) -> dict[str, Any]:
-    """`name=value` pairs, each value read as JSON where it is JSON: 2, true, null."""
-    options: dict[str, Any] = {}
-    for text in given or []:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise LinvitError(f"expected --option name=value, got '{text}'")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options
 
 
 def _default_path(stem: str) -> Path:

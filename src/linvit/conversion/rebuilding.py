@@ -98,7 +98,7 @@ def origin(
         raise LinvitError(f"this {type(model).__name__} has no timm name: give model_name='…' and model_args={{…}}")
     known = {**(noted.get("args", {}) if name == noted.get("name") else {}), **(args or {})}
     with torch.device("meta"):
-        found = {**known, **discover(model, build(name, known)), **(args or {})}
+        found = {**known, **discover(model, build(name, known))}
         again = build(name, found)
         install_layers(again, rows)
     return prove(model, again, name, found)

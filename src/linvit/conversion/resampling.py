@@ -9,6 +9,7 @@ and blur it. Position tables are interpolated bicubically, with antialiasing. ti
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 from timm.layers import resample_abs_pos_embed, to_2tuple
@@ -58,7 +59,9 @@ def resize(model: Any, **sizes: Any) -> None:
     if "window_size" in takes and "window_size" not in sizes:
         sizes["window_size"] = max(tuple(block.window_size) for layer in model.layers for block in layer.blocks)
     grid, table = model.patch_embed.grid_size, getattr(model, "pos_embed", None)
-    model.set_input_size(**sizes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="timm.layers.interpolate")  # how it indexes is not the user's matter
+        model.set_input_size(**sizes)
     if table is not None and model.pos_embed is table and model.patch_embed.grid_size != grid:
         # As many tokens as before on another grid, 4×9 for 6×6: timm only looks at their number.
         prefix = 0 if model.no_embed_class else model.num_prefix_tokens

@@ -175,6 +175,7 @@ def write_folder(folder: Path, files: Mapping[str, Callable[[str], object]]) -> 
             for name, write in files.items():
                 path = os.path.join(beside, name)
                 write(path)
+                os.chmod(path, 0o666 & ~umask())  # safetensors' files are for their owner only
                 sync(path)
             (folder / list(files)[-1]).unlink(missing_ok=True)
             for name in files:
@@ -186,6 +187,12 @@ def write_folder(folder: Path, files: Mapping[str, Callable[[str], object]]) -> 
         if isinstance(error, OSError | SafetensorError):
             raise LinvitError(f"cannot write {folder}: {error}") from error
         raise
+
+
+def umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def sync(path: str) -> None:

@@ -1,0 +1,144 @@
+"""`linvit convert` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+import linvit as library
+from linvit.conversion import as_plan
+from tests.cli.conftest import Outcome
+
+SMALL = ("--no-pretrained", "--model-arg", "depth=3", "--model-arg", "embed_dim=48", "--model-arg", "num_classes=7")
+DEIT = "deit_tiny_patch16_224"
+SWIN = "swin_tiny_patch4_window7_224"
+SMALL_SWIN = (
+    *("--no-pretrained", "--model-arg", "depths=[2]", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=[2]"),
+)
+Run = Callable[..., Outcome]
+
+
+def mechanisms(outcome: Outcome) -> list[str]:
+    assert outcome.code == 0, outcome.err
+    return [layer["after"] for layer in outcome.json["layers"]]
+
+
+def test_report_and_folder(linvit: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    outcome = linvit("convert", DEIT, "--to", "mixa", "--keep", "1", "-o", str(folder), *SMALL)
+    assert outcome.code == 0, outcome.err
+    assert "plan mixa: 3 of 3 layers changed, 0 new parameters" in outcome.out
+    assert "blocks.0.attn" in outcome.out and "relu_quadratic" in outcome.out and "linvit.load(" in outcome.out
+    model = library.load(folder)
+    assert model(torch.randn(1, 3, 224, 224)).shape == (1, 7)
+
+
+def test_layers_to_keep(linvit: Run, tmp_path: Path) -> None:
+    def run(*args: str) -> list[str]:
+        return mechanisms(linvit("convert", DEIT, "-o", str(tmp_path), "--json", *args, *SMALL))
+
+    assert run("--to", "mixa", "--layers", "0,2") == ["relu_quadratic", "stella", "relu_quadratic"]
+    assert run("--to", "mixa", "--keep", "1", "--where", "last") == ["stella", "stella", "relu_quadratic"]
+    assert run("--to", "stella", "--layers", "1") == ["stella", "softmax", "stella"]
+    assert run("--to", "sima", "--keep", "2") == ["softmax", "softmax", "sima"]
+
+
+def test_options_and_plan_files(linvit: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(as_plan("castling", kernel_size=5).to_dict()))
+    outputs = []
+    for args in (("--to", "castling", "--option", "kernel_size=5"), ("--to", str(plan))):
+        outcome = linvit("convert", DEIT, *args, "-o", str(tmp_path / "out"), "--json", *SMALL)
+        assert outcome.code == 0, outcome.err
+        outputs.append({**outcome.json})
+    assert outputs[0] == outputs[1] and outputs[0]["new_parameters"] == 3 * 3 * 5
+
+
+def test_sizes_and_dropped_features(linvit: Run, tmp_path: Path) -> None:
+    sizes = ("--patch-size", "14", "--input-size", "112x140")
+    outcome = linvit("convert", DEIT, "--to", "qt", *sizes, "-o", str(tmp_path / "vit"), "--json", *SMALL)
+    assert outcome.code == 0, outcome.err
+    vit = library.load(tmp_path / "vit")
+    assert vit.patch_embed.grid_size == (8, 10) and vit(torch.randn(1, 3, 112, 140)).isfinite().all()
+    assert vit.blocks[0].attn.mechanism.position.table.shape[-2:] == (8, 10)
+    command = ("convert", SWIN, "--to", "stella", "--window-size", "14", "-o", str(tmp_path / "swin"), *SMALL_SWIN)
+    outcome = linvit(*command)
+    assert outcome.code == 2 and "drop=('relative_bias',)" in outcome.err and not (tmp_path / "swin").exists()
+    outcome = linvit(*command, "--drop", "relative_bias,shift_mask")
+    assert outcome.code == 0 and "gave up relative_bias" in outcome.out
+    assert library.load(tmp_path / "swin").layers[0].blocks[0].window_size == (14, 14)
+
+
+def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
+    model = timm.create_model(DEIT, depth=3, embed_dim=48, num_classes=7)
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
+    arguments = SMALL[1:]
+    first, second = str(tmp_path / "one"), str(tmp_path / "two")
+    command = ("convert", DEIT, "--to", "stella", "--checkpoint", str(tmp_path / "w.safetensors"), "-o", first)
+    assert linvit(*command, *arguments).code == 0
+    assert linvit("convert", first, "--to", "softmax", "-o", second).code == 0
+    image = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(library.load(second)(image), model.eval()(image), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((), "give a MODEL"),
+        ((DEIT,), "give --to PLAN"),
+        ((DEIT, "--to", "mixa"), "give -o DIR"),
+        (("deit_tny_patch16_224", "--to", "mixa", "-o", "x"), "did you mean deit_tiny_patch16_224"),
+        ((DEIT, "--to", "mixe", "-o", "x"), "did you mean mixa"),
+        ((DEIT, "--to", "mixa", "--keep", "4", "-o", "x"), "cannot keep 4 layers: the model has 3"),
+        ((DEIT, "--to", "mixa", "--keep", "4", "--layers", "1", "-o", "x"), "give one of the two"),
+        ((DEIT, "--to", "mixa", "--layers", "1;2", "-o", "x"), "whole numbers with commas"),
+        ((DEIT, "--to", "mixa", "--keep", "1", "--where", "middle", "-o", "x"), "unknown place for layers"),
+        ((DEIT, "--to", "stella", "--option", "eps", "-o", "x"), "expected --option name=value"),
+        ((DEIT, "--to", "stella", "--input-size", "22a", "-o", "x"), "such as 224 or 224x320"),
+        ((DEIT, "--to", "stella", "--patch-size", "15", "-o", "x"), "cannot be cut into patches of 15"),
+        ((DEIT, "--to", "stella", "--window-size", "14", "-o", "x"), "no windows"),
+        ((DEIT, "--to", "none.json", "-o", "x"), "none.json is no plan"),
+        ((DEIT, "--to", "stella", "--checkpoint", "none.pth", "-o", "x"), "there is no checkpoint none.pth"),
+        ((DEIT, "--to", "stella", "--model-arg", "depht=2", "-o", "x"), "cannot be built with"),
+        (("resnet18", "--to", "stella", "--no-pretrained", "-o", "x"), "no attention that linvit can swap"),
+        (("qtvit_1", "--to", "stella", "--pretrained", "-o", "x"), "no weights are published for qtvit_1"),
+    ],
+)
+def test_mistakes_are_one_line(
+    linvit: Run, args: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = SMALL if DEIT in args else ()
+    outcome = linvit("convert", *args, *small)
+    assert outcome.code == 2 and message in outcome.err
+    assert outcome.err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_hub_out_of_reach(linvit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise OSError("We couldn't connect to the hub\nmore\nlines")
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    outcome = linvit("convert", DEIT, "--to", "stella", "-o", str(tmp_path / "x"))
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "We couldn't connect to the hub); give --checkpoint FILE or --no-pretrained" in outcome.err
+
+
+def test_survey(linvit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linvit.conversion import survey
+
+    names = ["deit", "levit"]
+    monkeypatch.setattr(survey, "families", lambda: names)
+    rows = linvit("convert", "--survey", "--json").json
+    assert [row["family"] for row in rows] == names
+    assert set(rows[0]) == {"family", "example", "status", "reason"} and rows[0]["status"] == "converted"
+    text = linvit("convert", "--survey").out
+    assert "2 families: 2 converted, 0 partly, 0 refused." in text
