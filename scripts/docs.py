@@ -1,16 +1,24 @@
-"""Render docs/mechanisms/ from the registry: one page a mechanism, from its docstrings. Run by `make docs`."""
+"""Render what documents take from docstrings. Run by `make docs`.
+
+docs/mechanisms/ has one page a mechanism, docs/conversion.md a table of the hosts.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from linvit.attention import Mechanism, Size, TokenGrid, create_attention, mechanism_class
 from linvit.cli.list import build, differences, mechanisms
+from linvit.conversion import huggingface
+from linvit.conversion.host import Host
+from linvit.conversion.hosts import HOSTS
 
 FOLDER = Path(__file__).parent.parent / "docs" / "mechanisms"
+GUIDE = FOLDER.parent / "conversion.md"
 GRIDS = (TokenGrid(14, 14, 1), TokenGrid(28, 28, 1), TokenGrid(56, 56, 1))
 HEADS, HEAD_DIM = 6, 64
 
@@ -87,7 +95,30 @@ def count(name: str, grid: TokenGrid) -> int:
     return mechanism.macs(Size(1, HEADS, HEAD_DIM, HEAD_DIM, grid, grid))
 
 
+def conversion() -> str:
+    """docs/conversion.md with its table of host families as their files have it."""
+    files: dict[str, list[type[Host]]] = {}
+    for host in (*HOSTS, *huggingface.HOSTS):
+        files.setdefault(host.__module__, []).append(host)
+    lines = ["| modules | what is exact, what is given up |", "|---|---|"]
+    for file, hosts in sorted(files.items()):
+        places = (re.sub(r"^timm\.(models\.)?|models\.\w+\.modeling_", "", h.original.__module__) for h in hosts)
+        names = ", ".join(f"`{place}`" for place in dict.fromkeys(places))
+        lines.append(f"| {names} | {one_line(sys.modules[file].__doc__ or '')} |")
+    start, end = "<!-- families: written by `make docs` -->\n", "<!-- end of families -->"
+    before, _, rest = GUIDE.read_text(encoding="utf-8").partition(start)
+    return before + start + "\n" + "\n".join(lines) + "\n\n" + end + rest.partition(end)[2]
+
+
+def one_line(text: str) -> str:
+    """A docstring for a table: paragraphs run on, an indented formula becomes code."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    joined = (f"`{p.strip()}`" if p.startswith("    ") else " ".join(p.split()) for p in paragraphs)
+    return re.sub(r"\|", r"\\|", " ".join(joined))
+
+
 def main() -> None:
+    GUIDE.write_text(conversion(), encoding="utf-8")
     FOLDER.mkdir(parents=True, exist_ok=True)
     rendered = pages()
     for path in FOLDER.glob("*.md"):

@@ -22,6 +22,11 @@ def test_mechanism_pages_are_current() -> None:
     assert not stale, f"run `make docs`: {', '.join(sorted(stale))}"
 
 
+def test_the_table_of_hosts_is_current() -> None:
+    docs = runpy.run_path(str(ROOT / "scripts" / "docs.py"))
+    assert docs["conversion"]() == docs["GUIDE"].read_text(encoding="utf-8"), "run `make docs`"
+
+
 @named
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", document.read_text(encoding="utf-8")):
@@ -41,7 +46,11 @@ def test_commands_exist(document: Path) -> None:
     assert set(re.findall(r"(?:^    |`)make ([a-z]+)", text, re.MULTILINE)) <= targets
 
 
-@pytest.mark.parametrize("document", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document",
+    [ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "conversion.md"],
+    ids=lambda path: path.name,
+)
 def test_examples_run(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All of a document's Python in order, as a reader would type it, with random weights for pretrained ones."""
     create = timm.create_model
