@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from linvit.attention import Mechanism, TokenGrid, create_attention, mechanism_class
 from linvit.conversion.host import Ask, Grids, Host, stem
-from linvit.conversion.hosts import host_for
+from linvit.conversion.hosts import host_for, host_of
 from linvit.conversion.pictures import watch
 from linvit.conversion.plan import Choice, Plan, as_plan
 from linvit.errors import LinvitError
+
+if TYPE_CHECKING:
+    from linvit.conversion.sensitivity import Sensitivity
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Report:
     layers: tuple[Layer, ...] = ()
     new_parameters: int = 0
     removed: tuple[str, ...] = field(default=())
+    sensitivity: Sensitivity | None = None
 
     def __str__(self) -> str:
         changed = sum(layer.before != layer.after for layer in self.layers)
@@ -63,6 +67,7 @@ def convert(
     *,
     drop: Iterable[str] = (),
     input_size: tuple[int, int] | None = None,
+    calibrate: Iterable[Any] | None = None,
     impl: str = "auto",
     **options: Any,
 ) -> Report:
@@ -70,8 +75,13 @@ def convert(
 
     `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. What a
     mechanism cannot honour (a relative bias, say) is an error unless `drop` names it. `input_size` is the image size
-    that learned positions are laid out for; the model's own by default. Nothing is touched before everything fits.
+    that learned positions are laid out for; the model's own by default. `calibrate`, batches of images, measures which
+    layers `mixa` keeps quadratic. Nothing is touched before everything fits.
     """
+    measured = None
+    if calibrate is not None:
+        measured = measure_for_mixa(model, plan, calibrate, {*drop}, options)
+        options = {**options, "keep": measured.keep}
     plan = as_plan(plan, **options)
     hosts = find_hosts(model)
     if not hosts:
@@ -88,7 +98,7 @@ def convert(
         if any(ask.keeps for ask in asks):
             kept[name] = next(ask.feature for ask in asks if ask.keeps)
             continue
-        steps.append((name, module, choice, mechanism, check(name, asks, mechanism, given_up)))
+        steps.append((name, module, choice, mechanism, check(name, asks, mechanism, given_up, host_of(module).between)))
     before = {name for name, _ in model.named_parameters()}
     was = {name: current_mechanism(module) for name, module in hosts}
     install(model, hosts, [(module, mechanism, dropped) for _, module, _, mechanism, dropped in steps])
@@ -103,22 +113,31 @@ def convert(
         ),
         sum(p.numel() for n, p in after.items() if n not in before),
         tuple(sorted(before - after.keys())),
+        measured,
     )
+
+
+def measure_for_mixa(
+    model: nn.Module, plan: str | Plan, loader: Iterable[Any], drop: set[str], options: dict[str, Any]
+) -> Sensitivity:
+    """The sensitivity that tells which layers MixA keeps, for `calibrate`."""
+    from linvit.conversion.sensitivity import measure_sensitivity
+
+    if plan != "mixa" or not isinstance(options.get("keep", 6), int) or "where" in options:
+        raise LinvitError("calibrate= measures which layers mixa keeps: give plan='mixa' and keep=<a number>")
+    return measure_sensitivity(model, loader, keep=options.get("keep", 6), drop=drop | {*as_plan("mixa").drop})
 
 
 def current_mechanism(module: nn.Module) -> str:
     """The name of the mechanism an attention module has now."""
     if isinstance(module, Host):
         return module.mechanism.name
-    host = host_for(module)
-    assert host is not None
-    return host.native
+    return host_of(module).native
 
 
 def build_mechanism(module: nn.Module, choice: Choice, grid: TokenGrid | None, impl: str) -> Mechanism:
     """The mechanism for one host, on its device and in its dtype."""
-    host = host_for(module)
-    assert host is not None
+    host = host_of(module)
     shape = host.shape(module)
     options = {**host.defaults(module, choice.mechanism), **choice.options}
     mechanism = create_attention(
@@ -137,14 +156,12 @@ def build_mechanism(module: nn.Module, choice: Choice, grid: TokenGrid | None, i
 
 def asks_of(model: nn.Module, module: nn.Module) -> list[Ask]:
     """What an attention module of this model does beyond a plain mechanism."""
-    host = host_for(module)
-    assert host is not None
-    return host.asks_in(model, module)
+    return host_of(module).asks_in(model, module)
 
 
-def check(name: str, asks: list[Ask], mechanism: Mechanism, drop: set[str]) -> tuple[str, ...]:
+def check(name: str, asks: list[Ask], mechanism: Mechanism, drop: set[str], between: bool) -> tuple[str, ...]:
     """The features given up here, or an error naming what the mechanism cannot honour."""
-    if mechanism.capabilities.between:
+    if mechanism.capabilities.between and not between:
         raise LinvitError(f"{mechanism.name} adds a step between attention and MLP, which {name} has no place for")
     dropped = []
     for ask in asks:
@@ -160,8 +177,7 @@ def check(name: str, asks: list[Ask], mechanism: Mechanism, drop: set[str]) -> t
 
 def swap(module: nn.Module, mechanism: Mechanism, dropped: tuple[str, ...]) -> None:
     """Make the module a host of the mechanism, in place."""
-    host = host_for(module)
-    assert host is not None
+    host = host_of(module)
     for feature in dropped:
         host.give_up(module, feature)
     module.__class__ = host
@@ -214,14 +230,12 @@ def probe_grids(
             handles += image.follow(owner)
             image.owner = owner
     inside: dict[nn.Module, Grids] = {}
-    for kind in {host_for(module) for _, module in hosts}:
-        assert kind is not None
+    for kind in {host_of(module) for _, module in hosts}:
         for found_here in watch(model, kind):
             handles += found_here.handles
             inside.update(dict.fromkeys(found_here.modules, found_here.grids))
     for name, module in hosts:
-        host = host_for(module)
-        assert host is not None
+        host = host_of(module)
 
         def see(module: nn.Module, args: Any, named: dict[str, Any], name: str = name, host: type[Host] = host) -> None:
             grid = host.grid(module, (*args, *named.values()), inside.get(module, image))
@@ -236,7 +250,7 @@ def probe_grids(
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     }
     channels = getattr(model, "in_chans", 3)
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
             picture = torch.empty(1, channels, *size, device="meta")
@@ -245,7 +259,9 @@ def probe_grids(
             except (RuntimeError, NotImplementedError):  # a model that looks at its data, as Gemma 4 for padding
                 model(torch.zeros_like(picture, device=next(model.parameters()).device))
     finally:
-        model.train(training)
+        model.train()  # timm's LeViT forgets the biases it cached in evaluation mode only so
+        for module, training in modes:
+            module.training = training
         for handle in handles:
             handle.remove()
     return found

@@ -149,6 +149,7 @@ class Host(nn.Module):
 
     original: ClassVar[type[nn.Module]]
     native: ClassVar[str] = "softmax"
+    between: ClassVar[bool] = False  # the block around it calls the mechanism's step between attention and MLP
     mechanism: Mechanism
     grids: Grids | None = None
     given_up: tuple[str, ...] = ()  # what was dropped here, by all conversions so far

@@ -110,3 +110,10 @@ def host_for(module: nn.Module) -> type[Host] | None:
 
         return host_in_transformers(module)
     return BY_ORIGINAL.get(type(module))
+
+
+def host_of(module: nn.Module) -> type[Host]:
+    """The host class of a module that is known to be an attention module."""
+    host = host_for(module)
+    assert host is not None, f"{type(module).__name__} has no host"
+    return host

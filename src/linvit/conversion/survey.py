@@ -1,0 +1,176 @@
+"""What linvit can convert of all that timm registers: one row per architecture family, each proved by running it.
+
+A family is a timm module, its example the smallest model of it that has attention. It counts as converted only when the
+converted example gives a finite output and finite gradients at two image sizes, the second one larger and not square.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from linvit.conversion.convert import asks_of, convert, find_hosts
+from linvit.conversion.hosts import host_for
+from linvit.conversion.hosts.refused import REFUSED
+from linvit.errors import LinvitError
+
+SIZES = (
+    *("test", "femto", "atto", "pico", "nano", "xxs", "xx_small", "xs", "xsmall", "xtiny", "mini", "tiny", "_t", "_s"),
+    *("small", "lite", "light", "b0", "m0", "0", "1", "2", "base"),
+)
+ATTENTION = re.compile(r"Attention|Attn|MLA|XCA|GPSA|SHSA|MHSA|MQA")
+NOT_TOKENS = re.compile(
+    r"Pool|^Cbam|^(Light)?(Channel|Spatial)Attn|SelectiveKernel|SplitAttn|LargeKernel|Conv2dAttn|Block"
+)
+BUILDS: tuple[dict[str, Any], ...] = (
+    {"dynamic_img_size": True, "dynamic_img_pad": True},
+    {"dynamic_img_size": True},
+    {"strict_img_size": False},
+    {},
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family: `status` is converted, partly or refused."""
+
+    family: str
+    example: str
+    status: str
+    reason: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def families() -> list[str]:
+    """timm's modules whose models may have attention, by their source."""
+    return [name for name in timm.list_modules() if re.search(r"Attention|Attn|XCA|mqa_", source(name))]
+
+
+def source(family: str) -> str:
+    module = sys.modules.get(f"timm.models.{family}")
+    return inspect.getsource(module) if module is not None else ""
+
+
+def survey(only: list[str] | None = None) -> Iterator[Row]:
+    """A row for each family with attention over tokens; families that turn out to have none are left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for family in only or families():
+            example = smallest(family)
+            if example is not None:
+                yield examine(family, example)
+
+
+def smallest(family: str) -> str | None:
+    """The smallest model of a family that has attention, judged by its name and then by its parameters."""
+
+    def rank(name: str) -> tuple[int, int]:
+        sizes = [i for i, word in enumerate(SIZES) if word in name.removeprefix(family)]
+        return (min(sizes, default=len(SIZES)), len(name))
+
+    found: list[tuple[int, str]] = []
+    for name in sorted(timm.list_models(module=family), key=rank)[:24]:
+        try:
+            with torch.device("meta"):
+                model = timm.create_model(name)
+        except Exception:  # a model that timm cannot build on the meta device is no example
+            continue
+        if attention_modules(model):
+            found.append((sum(p.numel() for p in model.parameters()), name))
+        if len(found) == 3:
+            break
+    return min(found)[1] if found else None
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The innermost modules that attend over tokens, converted or not."""
+    found = {name: m for name, m in model.named_modules() if host_for(m) is not None or attends(m)}
+    outer = {name.rsplit(".", i)[0] for name in found for i in range(1, name.count(".") + 1)}
+    return [module for name, module in found.items() if name not in outer or host_for(module) is not None]
+
+
+def attends(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return bool(ATTENTION.search(name)) and not NOT_TOKENS.search(name) and any(True for _ in module.parameters())
+
+
+def examine(family: str, example: str) -> Row:
+    """Convert the example to SteLLA and run it; whatever goes wrong becomes the row's reason."""
+    try:
+        model = build(example)
+        left = sorted({type(m).__name__ for m in attention_modules(model) if host_for(m) is None})
+        why = "; ".join(f"{name}: {REFUSED.get(name, 'no host yet')}" for name in left)
+        if not find_hosts(model):
+            return Row(family, example, "refused", why or "no attention over tokens")
+        features = linearise(model)
+        config: Any = model.pretrained_cfg
+        size = tuple(config["input_size"][-2:])
+        prove(model, size)
+        second = prove_second(model, example, (size[0] + 64, size[1] + 32), size)
+    except LinvitError as error:
+        return Row(family, example, "refused", str(error))
+    except Exception as error:
+        return Row(family, example, "refused", f"{type(error).__name__}: {error}".splitlines()[0])
+    given_up = f"gives up {', '.join(features)}" if features else ""
+    notes = "; ".join(note for note in (why, given_up, second) if note)
+    return Row(family, example, "partly" if left else "converted", notes)
+
+
+def build(example: str, **options: Any) -> nn.Module:
+    """The model, able to take other image sizes where timm offers that."""
+    for more in BUILDS:
+        try:
+            return timm.create_model(example, **{**more, **options}).train()
+        except TypeError:
+            continue
+    raise LinvitError(f"timm cannot build {example} with {options}")
+
+
+def linearise(model: nn.Module) -> list[str]:
+    """Convert to SteLLA, giving up whatever it cannot honour; the features given up."""
+    asks = {ask.feature for _, module in find_hosts(model) for ask in asks_of(model, module)}
+    report = convert(model, "stella", drop=asks)
+    return sorted({feature for layer in report.layers for feature in layer.dropped})
+
+
+def prove(model: nn.Module, size: tuple[int, int]) -> None:
+    """A forward and a backward pass, finite."""
+    torch.manual_seed(0)
+    out = model(torch.randn(2, 3, *size))
+    out = out[0] if isinstance(out, list | tuple) else out
+    out.square().mean().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    if not out.isfinite().all() or not grads or not all(g.isfinite().all() for g in grads):
+        raise LinvitError(f"the converted model is not finite at {size[0]}×{size[1]}")
+    model.zero_grad()
+
+
+def prove_second(model: nn.Module, example: str, other: tuple[int, int], size: tuple[int, int]) -> str:
+    """The second size on the same model, or on one built for it where the architecture fixes its size."""
+    try:
+        prove(model, other)
+        return ""
+    except LinvitError:
+        raise
+    except Exception:
+        pass
+    for shape in (other, (size[0] + 64, size[0] + 64), (size[0] * 2, size[0] * 2)):
+        try:
+            model = build(example, img_size=shape)
+            linearise(model)
+            prove(model, shape)
+            return f"another size by img_size={shape[0] if shape[0] == shape[1] else shape}"
+        except Exception:
+            continue
+    raise LinvitError(f"the converted model runs at {size[0]}×{size[1]} only")
