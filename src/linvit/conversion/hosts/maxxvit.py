@@ -10,34 +10,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.layers.pos_embed_rel import RelPosBiasTf, RelPosMlp, gen_relative_log_coords, gen_relative_position_index
 from timm.models.maxxvit import Attention2d, AttentionCl
 from torch import Tensor
 
 from linvit.attention import Shape, TokenGrid
 from linvit.conversion.host import Ask, Grids, Host, bias_ask, dropout_ask
 from linvit.conversion.pictures import after_projection
-from linvit.conversion.relative import table_bias
+from linvit.conversion.relative import resized_bias
 
 
 def module_bias(rel_pos: Any, grid: TokenGrid) -> Tensor:
     """The bias `(1, heads, tokens, tokens)` of one of timm's relative position modules, on any grid."""
-    size = (grid.height, grid.width)
-    if size == tuple(rel_pos.window_size):
+    if (grid.height, grid.width) == tuple(rel_pos.window_size):
         bias = rel_pos.get_bias()
         return bias if bias.ndim == 4 else bias[None]
-    if isinstance(rel_pos, RelPosMlp):
-        like = rel_pos.rel_coords_log
-        learned = rel_pos.pretrained_window_size if rel_pos.pretrained_window_size[0] else rel_pos.window_size
-        offsets = gen_relative_log_coords(size, learned, rel_pos.mode, device=like.device, dtype=like.dtype)
-        table = rel_pos.bias_act(rel_pos.mlp(offsets).flatten(0, 1))
-        table = table if rel_pos.bias_gain is None else rel_pos.bias_gain * table
-        return table[gen_relative_position_index(size, device=like.device)].permute(2, 0, 1)[None]
-    if isinstance(rel_pos, RelPosBiasTf):
-        # TensorFlow's offsets run from query to key, the others from key to query.
-        table = rel_pos.relative_position_bias_table.flip(-2, -1).flatten(1).t()
-        return table_bias(table, rel_pos.window_size, grid)
-    return table_bias(rel_pos.relative_position_bias_table, rel_pos.window_size, grid)
+    return resized_bias(rel_pos, grid)
 
 
 class _MaxxBase(Host):

@@ -11,14 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from timm.layers import RelPosBias, RelPosMlp
-from timm.layers.pos_embed_rel import gen_relative_log_coords, gen_relative_position_index
 from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linvit.attention import Shape, TokenGrid
 from linvit.conversion.host import Ask, Grids, Host, bias_ask, dropout_ask, follow_grids, given
-from linvit.conversion.relative import any_image_size, table_bias
+from linvit.conversion.relative import any_image_size, resized_bias
 
 
 class RelPosHost(Host, RelPosAttention):
@@ -96,7 +94,7 @@ class GridRelPosBias(RelPosBias):
         grid = self.grids.grid if self.grids is not None else None
         if grid is None or (grid.height, grid.width) == tuple(self.window_size):
             return super().get_bias()
-        return table_bias(self.relative_position_bias_table, self.window_size, grid)
+        return resized_bias(self, grid)
 
 
 class GridRelPosMlp(RelPosMlp):
@@ -108,14 +106,7 @@ class GridRelPosMlp(RelPosMlp):
         grid = self.grids.grid if self.grids is not None else None
         if grid is None or (grid.height, grid.width) == tuple(self.window_size):
             return super().get_bias()
-        size = (grid.height, grid.width)
-        learned = self.pretrained_window_size if self.pretrained_window_size[0] else self.window_size
-        like = self.rel_coords_log
-        offsets = gen_relative_log_coords(size, learned, self.mode, device=like.device, dtype=like.dtype)
-        values = self.mlp(offsets).flatten(0, 1)
-        bias = self.bias_act(values[gen_relative_position_index(size, device=like.device)].permute(2, 0, 1))
-        bias = bias if self.bias_gain is None else self.bias_gain * bias
-        return F.pad(bias, (grid.prefix, 0, grid.prefix, 0))[None]
+        return resized_bias(self, grid)
 
 
 GRID_AWARE: dict[type[nn.Module], type[Any]] = {RelPosBias: GridRelPosBias, RelPosMlp: GridRelPosMlp}
