@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import timm
 import torch
 from torch import nn
 
-from linvit.conversion.convert import asks_of, convert, find_hosts
+from linvit.conversion.convert import asks_of, convert, find_hosts, own_size
 from linvit.conversion.hosts import host_for
 from linvit.conversion.hosts.refused import REFUSED
 from linvit.errors import LinvitError
@@ -31,6 +32,7 @@ ATTENTION = re.compile(r"Attention|Attn|MLA|XCA|GPSA|SHSA|MHSA|MQA")
 NOT_TOKENS = re.compile(
     r"Pool|^Cbam|^(Light)?(Channel|Spatial)Attn|SelectiveKernel|SplitAttn|LargeKernel|Conv2dAttn|Block"
 )
+SMALL_SIDE = 224  # what is meant for larger pictures is proved at this size where it can be built for it
 BUILDS: tuple[dict[str, Any], ...] = (
     {"dynamic_img_size": True, "dynamic_img_pad": True},
     {"dynamic_img_size": True},
@@ -75,12 +77,12 @@ def survey(only: list[str] | None = None) -> Iterator[Row]:
 def smallest(family: str) -> str | None:
     """The smallest model of a family that has attention, judged by its name and then by its parameters."""
 
-    def rank(name: str) -> tuple[int, int]:
+    def rank(name: str) -> tuple[int, int, str]:
         sizes = [i for i, word in enumerate(SIZES) if word in name.removeprefix(family)]
-        return (min(sizes, default=len(SIZES)), len(name))
+        return (min(sizes, default=len(SIZES)), len(name), name)
 
     found: list[tuple[int, str]] = []
-    for name in sorted(timm.list_models(module=family), key=rank)[:24]:
+    for name in sorted(timm.list_models(module=family), key=rank)[:16]:
         try:
             with torch.device("meta"):
                 model = timm.create_model(name)
@@ -114,8 +116,7 @@ def examine(family: str, example: str) -> Row:
         if not find_hosts(model):
             return Row(family, example, "refused", why or "no attention over tokens")
         features = linearise(model)
-        config: Any = model.pretrained_cfg
-        size = tuple(config["input_size"][-2:])
+        size = own_size(model)
         prove(model, size)
         second = prove_second(model, example, (size[0] + 64, size[1] + 32), size)
     except LinvitError as error:
@@ -128,12 +129,18 @@ def examine(family: str, example: str) -> Row:
 
 
 def build(example: str, **options: Any) -> nn.Module:
-    """The model, able to take other image sizes where timm offers that."""
+    """The model, able to take other image sizes where timm offers that, and not larger than it needs to be."""
     for more in BUILDS:
         try:
-            return timm.create_model(example, **{**more, **options}).train()
+            model = timm.create_model(example, **{**more, **options}).eval()
         except TypeError:
             continue
+        if max(own_size(model)) > 256 and "img_size" not in options:
+            with suppress(Exception):
+                small: Any = timm.create_model(example, **{**more, "img_size": SMALL_SIDE}).eval()
+                small.pretrained_cfg = {**small.pretrained_cfg, "input_size": (3, SMALL_SIDE, SMALL_SIDE)}
+                return small
+        return model
     raise LinvitError(f"timm cannot build {example} with {options}")
 
 
@@ -147,7 +154,7 @@ def linearise(model: nn.Module) -> list[str]:
 def prove(model: nn.Module, size: tuple[int, int]) -> None:
     """A forward and a backward pass, finite."""
     torch.manual_seed(0)
-    out = model(torch.randn(2, 3, *size))
+    out = model(torch.randn(1, 3, *size))
     out = out[0] if isinstance(out, list | tuple) else out
     out.square().mean().backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
