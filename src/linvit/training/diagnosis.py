@@ -1,0 +1,60 @@
+"""Where a number went wrong: the batch is run again with an eye on every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linvit.errors import LinvitError
+from linvit.training.contract import Objective
+
+
+class Diverged(LinvitError):
+    """The loss is no number any more. The message says where it began and what to go back to."""
+
+
+def find_bad_layer(model: nn.Module, objective: Objective, images: Tensor, targets: Tensor) -> str | None:
+    """The first place, in words, where this batch meets something that is not finite; None where there is none."""
+    if not finite(images) or not finite(targets):
+        return "the batch itself"
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not finite(tensor):
+            return f"the weights, beginning with {name}"
+    found: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if not found and not all(finite(tensor) for tensor in tensors_in(out)):
+                found.append(f"the activations of {name} ({type(module).__name__})")
+
+        return hook
+
+    handles = [module.register_forward_hook(look(name or "the model")) for name, module in model.named_modules()]
+    try:
+        loss = objective(model, images, targets)["loss"]
+        if found:
+            return found[0]
+        if not finite(loss):
+            return "the loss itself, while every layer's activations are finite"
+        model.zero_grad()
+        loss.backward()
+        wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
+        return f"the gradient of {wrong[-1]}" if wrong else None
+    finally:
+        model.zero_grad()
+        for handle in handles:
+            handle.remove()
+
+
+def finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
+
+
+def tensors_in(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, dict):
+        out = list(out.values())
+    return [tensor for item in out for tensor in tensors_in(item)] if isinstance(out, list | tuple) else []

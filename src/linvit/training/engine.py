@@ -1,0 +1,283 @@
+"""The training loop: stages of steps, on one device or many, that can be killed at any step and go on.
+
+A step's randomness is drawn from a seed made of the run's seed, the step and the process, and the data promise the same
+batches for the same epoch. So the weights after a step do not depend on where the run was begun again. Losses stay on
+the device: the loop waits for it when it logs, evaluates or writes a checkpoint, not otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linvit.errors import LinvitError
+from linvit.training.average import Average, measure_batch_norm
+from linvit.training.checkpoints import fingerprint
+from linvit.training.config import Config, Stage
+from linvit.training.contract import BatchSource, Objective
+from linvit.training.diagnosis import Diverged, find_bad_layer
+from linvit.training.keeping import Keeper, Restored
+from linvit.training.logs import Log, cut_log
+from linvit.training.masks import Masks
+from linvit.training.mesa import Mesa
+from linvit.training.optimiser import classifier_name, clip, make_optimiser, select_trainable
+from linvit.training.processes import average_gradients, share_from_first
+from linvit.training.schedule import stage_schedule
+from linvit.training.window import Window
+
+SCORE = "top1"  # what the best weights are best in
+FREE = ("log_steps", "checkpoint_seconds")  # settings that a resumed run may change
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stage and what it minimises."""
+
+    stage: Stage
+    objective: Objective
+
+
+@dataclass
+class Outcome:
+    """How a run ended. The speed is the median over the logged windows, without the first, which warms up."""
+
+    steps: int
+    seconds: float
+    images_per_second: float | None = None
+    last: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+
+
+class Engine:
+    """Trains one model. `evaluate` gives metrics of a model, of which "top1" chooses the best; with a `folder` the run
+    is logged, kept in checkpoints and ends in the folders `last` and `best`. `identity` says what else the run is, its
+    data and teacher say, so that no other run goes on with its checkpoints."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        config: Config,
+        source: BatchSource,
+        phases: Sequence[Phase],
+        *,
+        folder: Path | None = None,
+        evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        if source.batches < 1:
+            raise LinvitError(f"an epoch has no full batch of {config.batch_size} images: set a smaller batch_size")
+        self.accelerator, self.config, self.source, self.phases = accelerator, config, source, list(phases)
+        self.model = model.to(accelerator.device)
+        share_from_first(accelerator, self.model.state_dict().values())
+        self.folder = folder if accelerator.is_main_process else None
+        self.evaluate, self.watch = evaluate, watch if accelerator.is_main_process else None
+        self.epoch_steps = source.batches / config.accumulate
+        counts = [max(1, round(phase.stage.epochs * self.epoch_steps)) for phase in phases]
+        self.ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        self.steps, self.step = self.ends[-1], 0
+        self.average = Average(self.model, config.ema, config.ema_ramp) if config.ema is not None else None
+        self.masks = Masks(self.model, anneal=config.sparse_anneal, empty=config.sparse_empty, steps=self.steps)
+        self.window = Window(accelerator)
+        settings = {key: value for key, value in config.to_dict().items() if key not in FREE}
+        own = fingerprint({"config": settings, **(identity or {})}, self.model.state_dict())
+        seconds = config.checkpoint_seconds
+        self.keeper = Keeper(accelerator, folder, own, self.model, self.average, self.masks, seconds)
+        self.speeds: list[float] = []
+
+    def run(self, *, resume: bool = False) -> Outcome:
+        """Train to the end. With `resume`, go on from the newest usable checkpoint, if there is one."""
+        checkpoints = self.keeper.checkpoints
+        if not resume and checkpoints and checkpoints.files():
+            raise LinvitError(f"{checkpoints.folder} holds a run: --resume goes on with it, or give another folder")
+        notes: list[str] = []
+        found = self.keeper.restore(notes.append) if resume else None
+        restored = None
+        if found is not None:
+            self.step, restored = found
+            notes.append(f"resumed after step {self.step} of {self.steps}")
+        if self.folder is not None:
+            cut_log(self.folder, self.step)
+        self.log = Log(self.folder, self.watch)
+        began = time.perf_counter()
+        metrics: dict[str, float] = {}
+        try:
+            for note in notes:
+                self.log.add("note", self.step, {"text": note})
+            self.stream = self.batches()
+            for phase, end in zip(self.phases, self.ends, strict=True):
+                if self.step < end:
+                    metrics = self.run_stage(phase, end, restored)
+                    restored = None
+            metrics = metrics or self.measure()
+            self.keeper.finish()
+        finally:
+            self.log.close()
+        best = self.keeper.best[1] if self.keeper.best is not None else {}
+        speed = round(median(self.speeds[1:] or self.speeds), 1) if self.speeds else None
+        shown = {**best.get("metrics", {}), "step": best["step"]} if best else {}
+        return Outcome(self.step, round(time.perf_counter() - began, 2), speed, metrics, shown)
+
+    def run_stage(self, phase: Phase, end: int, restored: Restored | None) -> dict[str, float]:
+        """The rest of a stage, up to step `end`; the metrics at its end."""
+        config, stage = self.config, phase.stage
+        start = max([0, *(other for other in self.ends if other < end)])
+        self.trainable = select_trainable(self.model, stage.trainable)
+        optimiser = make_optimiser(config, self.model, self.trainable)
+        self.optimiser = self.accelerator.prepare_optimizer(optimiser, device_placement=False)
+        if restored is not None and self.step > start:
+            self.keeper.restore_optimiser(optimiser, restored)
+        elif self.average is not None:
+            self.average.restart()
+        schedule = stage_schedule(config, stage, end - start, self.epoch_steps)
+        self.objective: Objective = phase.objective
+        mesa = None
+        if config.mesa and self.average is not None and stage.objective == "supervised":
+            self.objective = mesa = Mesa(phase.objective, self.model, self.average.model, config.mesa)
+        compute = self.compiled(self.objective)
+        every = max(1, round(config.eval_epochs * self.epoch_steps))
+        metrics: dict[str, float] = {}
+        self.model.train()
+        self.window.good.fill_(self.step)
+        self.window.begin()
+        while self.step < end:
+            if mesa is not None:
+                mesa.active = self.step - start >= config.mesa_start * (end - start)
+            lr = schedule(self.step - start)
+            self.take_step(compute, lr)
+            if self.average is not None:
+                self.average.update(self.step - start + 1)
+            self.step += 1
+            ended = self.step == end
+            if ended or self.step % config.log_steps == 0 or self.step % every == 0:
+                self.write_log(stage, lr)
+            if ended or self.step % every == 0:
+                metrics = self.measure()
+            if self.keeper.due() or self.step == self.steps:
+                self.keeper.save(self.step, self.optimiser, self.window.bad)
+        if mesa is not None:
+            mesa.hook.remove()
+        return metrics
+
+    def take_step(self, compute: Callable[[Tensor, Tensor], dict[str, Tensor]], lr: float) -> None:
+        """One step of the optimiser. Nothing here waits for the device."""
+        self.seed_step(self.step)
+        self.masks.before(self.step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = lr
+        wrong = torch.zeros((), device=self.accelerator.device)
+        for _ in range(self.config.accumulate):
+            images, targets = next(self.stream)
+            with self.accelerator.autocast():
+                entries = compute(self.resized(images, self.step), targets)
+            self.accelerator.backward(entries["loss"])
+            self.window.note(entries)
+            wrong = wrong + ~torch.isfinite(entries["loss"].detach())
+        scaler = self.accelerator.scaler
+        wrong = average_gradients(self.accelerator, self.trainable.values(), wrong)
+        if scaler is not None:
+            self.accelerator.unscale_gradients(self.optimiser)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None])
+        if scaler is None:  # with a scaler, an infinite gradient is an everyday thing: that step is left out
+            wrong = wrong + ~torch.isfinite(norm)
+        self.window.close_step(norm, wrong)
+        clip(self.config, self.trainable, norm, classifier_name(self.model))
+        if scaler is None:  # the device itself leaves out steps after a bad loss, so that good weights stay good
+            self.optimiser.optimizer.grad_scale, self.optimiser.optimizer.found_inf = None, self.window.bad
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.masks.after(self.step)
+        if self.masks.due(self.step):
+            kept = self.accelerator.reduce(torch.stack(self.masks.kept), reduction="mean")
+            self.masks.annealing = bool(kept.max() > self.masks.empty)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of all epochs in a row, from where the run stands."""
+        epoch, skip = divmod(self.step * self.config.accumulate, self.source.batches)
+        while True:
+            yield from self.source.epoch(epoch, skip)
+            epoch, skip = epoch + 1, 0
+
+    def seed_step(self, step: int) -> None:
+        torch.manual_seed((self.config.seed * 1_000_003 + step) * 4099 + self.accelerator.process_index)
+
+    def resized(self, images: Tensor, step: int) -> Tensor:
+        """The images in this step's size, which all processes draw alike."""
+        sizes = self.config.random_sizes
+        if not sizes:
+            return images
+        draw = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
+        size = sizes[int(torch.randint(len(sizes), (), generator=draw))]
+        return images if images.shape[-1] == size else F.interpolate(images, size, mode="bicubic", antialias=True)
+
+    def compiled(self, objective: Objective) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+        """The objective as one function of a batch, teacher and loss included, compiled where the config says so."""
+
+        def compute(images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            return objective(self.model, images, targets)
+
+        mode = self.config.compile
+        if mode == "off" or (mode == "auto" and self.accelerator.device.type != "cuda"):
+            return compute
+        return torch.compile(compute, mode="default" if mode == "auto" else mode)
+
+    def write_log(self, stage: Stage, lr: float) -> None:
+        """Fetch the window in one go, stop if a loss was no number, and log."""
+        values, bad = self.window.read()
+        if bad is not None:
+            self.stop_diverged(bad)
+        speed = round(self.window.images_per_second(self.config.batch_size), 1)
+        self.speeds.append(speed)
+        epoch = round(self.step / self.epoch_steps, 4)
+        record = {"stage": stage.name, "epoch": epoch, **values, "lr": lr, "images_per_second": speed}
+        kept = self.masks.take_history(self.step)
+        self.log.add("train", self.step, {**record, "steps": self.steps, **({"kept": kept} if kept else {})})
+        self.window.begin()
+
+    def measure(self) -> dict[str, float]:
+        """Evaluate the shown weights, and keep them if they are the best."""
+        if self.evaluate is None:
+            return {}
+        began, shown = time.perf_counter(), self.keeper.shown
+        if self.config.bn_images:
+            count = -(-self.config.bn_images * self.config.accumulate // self.config.batch_size)
+            batches = (images for (images, _), _ in zip(self.source.epoch(0), range(count), strict=False))
+            with self.accelerator.autocast():
+                measure_batch_norm(shown, batches)
+        share_from_first(self.accelerator, shown.buffers())
+        shown.eval()
+        with torch.no_grad(), self.accelerator.autocast():
+            metrics = dict(self.evaluate(shown))
+        self.model.train()
+        self.keeper.offer(self.step, metrics[SCORE], metrics)
+        seconds = round(time.perf_counter() - began, 3)
+        self.log.add(
+            "eval", self.step, {"epoch": round(self.step / self.epoch_steps, 4), **metrics, "seconds": seconds}
+        )
+        self.window.begin()
+        return metrics
+
+    def stop_diverged(self, step: int) -> None:
+        """Run the batch of the bad step again to find the layer, and say what is left."""
+        self.seed_step(step)
+        where, parts = None, range(self.config.accumulate)
+        stream = self.source.epoch(*divmod(step * self.config.accumulate, self.source.batches))
+        for (images, targets), _ in zip(stream, parts, strict=False):
+            with self.accelerator.autocast():
+                where = where or find_bad_layer(self.model, self.objective, self.resized(images, step), targets)
+        files = self.keeper.checkpoints.files() if self.keeper.checkpoints else []
+        left = f"the last good checkpoint is {files[0]}" if files else "there was no checkpoint yet"
+        began = f"it began in {where}" if where else "the step went well when it was run again"
+        message = f"the loss is no number any more in step {step + 1}: {began}; {left}"
+        self.log.add("note", self.step, {"text": message})
+        raise Diverged(f"{message}; a lower lr, a clip_norm or precision=fp32 may help")

@@ -1,0 +1,118 @@
+"""What a run keeps: checkpoints to go on from, the best weights, and in the end the models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from linvit.conversion.saving import save
+from linvit.training.average import Average
+from linvit.training.checkpoints import Checkpoints, pack_optimiser, unpack_optimiser
+from linvit.training.masks import Masks
+
+Restored = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+class Keeper:
+    """Gathers a run's state and puts it back. Every process reads; only the first one writes."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path | None,
+        fingerprint: str,
+        model: nn.Module,
+        average: Average | None,
+        masks: Masks,
+        seconds: float,
+    ) -> None:
+        self.accelerator, self.model, self.average, self.masks = accelerator, model, average, masks
+        self.folder, self.seconds = folder, seconds
+        self.checkpoints = Checkpoints(folder / "checkpoints", fingerprint) if folder else None
+        self.best: Restored | None = None
+        self.best_is_new = False
+        self.saved = time.perf_counter()
+
+    @property
+    def shown(self) -> nn.Module:
+        """The model that is evaluated and saved: the moving average where there is one."""
+        return self.model if self.average is None else self.average.model
+
+    def due(self) -> bool:
+        return self.checkpoints is not None and time.perf_counter() - self.saved >= self.seconds
+
+    def save(self, step: int, optimiser: Any, bad: Tensor) -> None:
+        """Write a checkpoint, unless the loss has become no number: then the last good one stays the last."""
+        if self.checkpoints is None or not self.accelerator.is_main_process or bad.item():
+            return
+        if self.best is not None and self.best_is_new:
+            self.checkpoints.save_best(*self.best)
+            self.best_is_new = False
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        if self.average is not None:
+            tensors |= {f"average.{name}": tensor for name, tensor in self.average.model.state_dict().items()}
+        moments, rest = pack_optimiser(optimiser.state_dict())
+        scaler = self.accelerator.scaler
+        state = {
+            "optimiser": rest,
+            "annealing": self.masks.annealing,
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "best": self.best[1] if self.best is not None else None,
+            "processes": self.accelerator.num_processes,
+        }
+        self.checkpoints.save(step, {**tensors, **moments}, state)
+        self.saved = time.perf_counter()
+
+    def restore(self, warn: Callable[[str], None]) -> tuple[int, Restored] | None:
+        """Put the newest usable checkpoint back: its step, and what the optimiser still needs."""
+        found = self.checkpoints.latest(warn) if self.checkpoints else None
+        if found is None or self.checkpoints is None:
+            return None
+        tensors, state = found
+        self.model.load_state_dict(part(tensors, "model"))
+        if self.average is not None:
+            self.average.model.load_state_dict(part(tensors, "average"))
+        self.masks.annealing = state["annealing"]
+        if self.accelerator.scaler is not None and state["scaler"]:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        if state["best"] is not None:
+            self.best = self.checkpoints.best()
+            if self.best is not None:
+                self.best = (self.best[0], state["best"])
+        if state["processes"] != self.accelerator.num_processes:
+            warn(f"begun with {state['processes']} processes, not {self.accelerator.num_processes}: weights may differ")
+        return state["step"], found
+
+    def restore_optimiser(self, optimiser: torch.optim.Optimizer, found: Restored) -> None:
+        tensors, state = found
+        packed = unpack_optimiser(tensors, state["optimiser"])
+        optimiser.load_state_dict({"state": packed, "param_groups": optimiser.state_dict()["param_groups"]})
+
+    def offer(self, step: int, score: float, metrics: Mapping[str, float]) -> None:
+        """Keep the shown weights if they are the best so far."""
+        if self.best is None or score > self.best[1]["score"]:
+            held = {name: tensor.detach().clone() for name, tensor in self.shown.state_dict().items()}
+            self.best = (held, {"step": step, "score": score, "metrics": dict(metrics)})
+            self.best_is_new = True
+
+    def finish(self) -> None:
+        """Write the models that `linvit.load` reads: `last`, and `best` where there was an evaluation."""
+        if self.folder is None or not self.accelerator.is_main_process:
+            return
+        save(self.shown, self.folder / "last")
+        if self.best is not None:
+            last = {name: tensor.detach().clone() for name, tensor in self.shown.state_dict().items()}
+            self.shown.load_state_dict(self.best[0])
+            save(self.shown, self.folder / "best")
+            self.shown.load_state_dict(last)
+
+
+def part(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """The tensors under a name."""
+    return {name.removeprefix(f"{kind}."): t for name, t in tensors.items() if name.startswith(f"{kind}.")}

@@ -1,0 +1,83 @@
+"""What a run writes while it goes: one JSON object a line, always, and TensorBoard's files where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from linvit.errors import LinvitError
+
+LOG = "log.jsonl"
+
+
+class Log:
+    """Records of a run: kind `train`, `eval` or `note`, with their step. `watch` is called with each, for a screen."""
+
+    def __init__(self, folder: Path | None, watch: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.folder, self.watch = folder, watch
+        self.board: Any = None
+        self.file = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115
+            self.board = tensorboard(folder)
+
+    def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        record = {"kind": kind, "step": step, **values}
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        if self.board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self.board.add_scalar(f"{kind}/{name}", value, step)
+        if self.watch is not None:
+            self.watch(record)
+
+    def close(self) -> None:
+        for writer in (self.file, self.board):
+            if writer is not None:
+                writer.close()
+
+
+def tensorboard(folder: Path) -> Any:
+    """TensorBoard's writer; None where the package is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(folder / "tensorboard")
+
+
+def cut_log(folder: Path, step: int) -> None:
+    """Drop what a run logged after the step it resumes from, and a line that a crash left half written."""
+    path = folder / LOG
+    if not path.exists():
+        return
+    kept = [record for record in lines(path) if record["step"] <= step]
+    beside = path.with_name(f".{LOG}")
+    beside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """All records of a run."""
+    path = folder / LOG
+    if not path.is_file():
+        raise LinvitError(f"{folder} holds no {LOG}: give the folder of a training run")
+    return lines(path)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return found

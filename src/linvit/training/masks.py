@@ -1,0 +1,59 @@
+"""Castling's softmax branch during training: how much of it is left, and its end.
+
+The paper reports that the mask empties by itself. Where it does not, the branch is annealed to nothing over the last
+part of the training, so that the model which is trained is the model that is used.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linvit.attention.castling import Castling
+
+
+class Masks:
+    """The sparse branches of a model. Nothing here waits for the device but the one look before the annealing."""
+
+    def __init__(self, model: nn.Module, *, anneal: float, empty: float, steps: int) -> None:
+        found = {n: m for n, m in model.named_modules() if isinstance(m, Castling) and m.sparse}
+        self.names = [name.removesuffix(".mechanism") for name in found]
+        self.kept = [module.kept for module in found.values()]
+        self.scales = [module.sparse_scale for module in found.values()]
+        self.start, self.steps, self.empty = round(steps * (1 - anneal)), steps, empty
+        self.annealing = False
+        self.history: list[Tensor] = []
+
+    def before(self, step: int) -> None:
+        """Set the branch's weight for a step."""
+        if self.annealing and self.scales:
+            torch._foreach_zero_(self.scales)
+            torch._foreach_add_(self.scales, self.scale(step))
+
+    def scale(self, step: int) -> float:
+        """A half cosine from 1 to 0, which the last step reaches."""
+        if not self.annealing:
+            return 1.0
+        share = min(1.0, (step + 1 - self.start) / max(1, self.steps - self.start))
+        return 0.5 * (1 + math.cos(math.pi * share))
+
+    def after(self, step: int) -> None:
+        """Note the share of non-zeros of a step."""
+        if self.kept:
+            self.history.append(torch.stack(self.kept))
+
+    def due(self, step: int) -> bool:
+        """Whether the step after this one is where the annealing would begin."""
+        return bool(self.kept) and step + 1 == self.start and self.start < self.steps
+
+    def take_history(self, step: int) -> dict[str, Any] | None:
+        """The shares of the steps since the last time, `share` as (steps, layers); `step` is how many are done."""
+        if not self.history:
+            return None
+        taken, self.history = torch.stack(self.history).tolist(), []
+        share = [[float(f"{value:.4g}") for value in row] for row in taken]
+        first, scale = step - len(taken) + 1, self.scale(step - 1)
+        return {"layers": self.names, "first_step": first, "share": share, "scale": scale}

@@ -1,0 +1,78 @@
+"""The optimiser of a stage: which parameters it moves, which of them decay, and how their gradients are clipped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from timm.utils.agc import adaptive_clip_grad
+from torch import Tensor, nn
+
+from linvit.conversion.host import Host
+from linvit.errors import LinvitError
+from linvit.training.config import Config
+
+
+def select_trainable(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
+    """Let these parameters learn and no others: all, attention, mechanism, or a regular expression over their names."""
+    hosts = {name: module for name, module in model.named_modules() if isinstance(module, Host)}
+    if which in ("attention", "mechanism"):
+        owners = [host if which == "attention" else host.mechanism for host in hosts.values()]
+        chosen = {id(parameter) for owner in owners for parameter in owner.parameters()}
+    else:
+        try:
+            pattern = re.compile("" if which == "all" else which)
+        except re.error as error:
+            raise LinvitError(f"trainable '{which}' is no regular expression: {error}") from None
+        chosen = {id(parameter) for name, parameter in model.named_parameters() if pattern.search(name)}
+    found = {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(id(parameter) in chosen)
+        if id(parameter) in chosen:
+            found[name] = parameter
+    if not found:
+        raise LinvitError(f"no parameter of the model is '{which}': nothing would learn")
+    return found
+
+
+def decays(name: str, parameter: Tensor, rule: str, own: Iterable[str]) -> bool:
+    """Whether a parameter has weight decay. `own` are names that the model itself excludes."""
+    if rule == "nothing":
+        return True
+    if rule == "norm_and_bias":
+        return "norm" not in name and "bias" not in name
+    return parameter.ndim > 1 and not any(name == item or name.endswith("." + item) for item in own)
+
+
+def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was no number."""
+    own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
+    kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in trainable.items():
+        kinds[decays(name, parameter, config.no_decay, own)].append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": config.weight_decay if decay else 0.0}
+        for decay, parameters in kinds.items()
+        if parameters
+    ]
+    if config.optimiser == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def clip(config: Config, trainable: dict[str, nn.Parameter], norm: Tensor, head: str | None) -> None:
+    """Shorten gradients in place: their common norm to `clip_norm`, or each unit's by its weights' (AGC), where the
+    classifier is left out as in timm."""
+    if config.clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(trainable.values(), config.clip_norm, norm)
+    elif config.clip_agc is not None:
+        below = [p for name, p in trainable.items() if not (head and name.startswith(head + "."))]
+        adaptive_clip_grad(below, config.clip_agc)
+
+
+def classifier_name(model: nn.Module) -> str | None:
+    """Where timm says the classifier is."""
+    found = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
+    return found if isinstance(found, str) else None

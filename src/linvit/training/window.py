@@ -1,0 +1,52 @@
+"""What happened since the last log line, held on the device until it is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+
+class Window:
+    """Sums over steps, and the flag that a loss was no number. Reading it waits for the device; nothing else does."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.bad = torch.zeros((), device=accelerator.device)  # 1 from the first step whose loss is no number
+        self.good = torch.zeros((), device=accelerator.device, dtype=torch.float64)  # the step before which all were
+        self.begin()
+
+    def begin(self) -> None:
+        self.began = time.perf_counter()
+        self.steps = self.parts = 0
+        self.names: list[str] = []
+        self.sums = torch.zeros((), device=self.accelerator.device)
+        self.norms = torch.zeros((), device=self.accelerator.device)
+
+    def note(self, entries: Mapping[str, Tensor]) -> None:
+        """Add what an objective returned for a batch."""
+        self.names = list(entries)
+        self.sums = self.sums + torch.stack([value.detach().float() for value in entries.values()])
+        self.parts += 1
+
+    def close_step(self, norm: Tensor, wrong: Tensor) -> None:
+        """Add a step's gradient norm, and whether anything in it was no number."""
+        self.norms = self.norms + norm
+        self.bad.copy_(torch.maximum(self.bad, (wrong > 0).float()))
+        self.good.add_(1 - self.bad)
+        self.steps += 1
+
+    def read(self) -> tuple[dict[str, float], int | None]:
+        """Means over the window and all processes; and the first bad step, if there was one."""
+        means = self.accelerator.reduce(self.sums, reduction="mean") / self.parts
+        rest = torch.stack([self.norms / self.steps, self.bad, self.good])
+        *values, norm, bad, good = torch.cat([means, rest]).tolist()
+        found = dict(zip(self.names, values, strict=True))
+        return {**found, "gradient_norm": norm}, int(good) if bad else None
+
+    def images_per_second(self, batch_size: int) -> float:
+        """Since the window began; asked after `read`, when the device has caught up."""
+        return self.steps * batch_size / (time.perf_counter() - self.began)

@@ -1,0 +1,173 @@
+"""Killed at any step, a run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import linvit
+from linvit.errors import LinvitError
+from linvit.training.checkpoints import read
+from linvit.training.config import Stage
+from linvit.training.logs import LOG, read_log
+from tests.training.toys import cross_entropy, engine, same, small_model, train, weights
+
+ROOT = Path(__file__).parents[2]
+STAGES = (Stage("one", epochs=1, trainable="attention"), Stage("two", epochs=2, lr=5e-3))
+# Everything that has a state: dropping, two stages, accumulation, the average, a mask that is annealed.
+RICH: dict[str, Any] = {"ema": 0.9, "accumulate": 2, "stages": STAGES, "log_steps": 1, "checkpoint_seconds": 0}
+
+
+def rich_model() -> nn.Module:
+    model = small_model(drop_path_rate=0.3, proj_drop_rate=0.1)
+    linvit.convert(model, "castling", input_size=(8, 8), threshold=0.1)  # 4/N keeps nothing of 5 tokens
+    return model
+
+
+class Killed(Exception):
+    pass
+
+
+def dying(after: int) -> Any:
+    """An objective that ends the run at its so-manieth call."""
+    calls = 0
+
+    def objective(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise Killed
+        return cross_entropy(model, images, targets)
+
+    return objective
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor], dict[str, Tensor]]:
+    """An uninterrupted run: its folder, weights and average."""
+    folder = tmp_path_factory.mktemp("whole")
+    made, _ = train(rich_model(), folder, **RICH)
+    assert made.average is not None and made.masks.annealing
+    return folder, weights(made.model), weights(made.average.model)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 9, 11])
+def test_resume_equals_uninterrupted(whole: Any, tmp_path: Path, step: int) -> None:
+    with pytest.raises(Killed):
+        train(rich_model(), tmp_path, objective=dying(2 * step + 1), **RICH)
+    made, outcome = train(rich_model(), tmp_path, resume=True, **RICH)
+    folder, trained, average = whole
+    assert made.average is not None and outcome.steps == 12
+    assert same(weights(made.model), trained) and same(weights(made.average.model), average)
+    assert same(weights(linvit.load(tmp_path / "best")), weights(linvit.load(folder / "best")))
+    logged = []
+    for run in (folder, tmp_path):
+        records = [record for record in read_log(run) if record["kind"] == "train"]
+        logged.append([(record["step"], record["loss"], record["kept"]) for record in records])
+    assert logged[0] == logged[1]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.training.test_checkpoints import RICH, rich_model
+from tests.training.toys import cross_entropy, train
+import time
+
+def slow(*args):
+    time.sleep(0.02)
+    return cross_entropy(*args)
+
+train(rich_model(), Path(sys.argv[1]), objective=slow, resume=True, **RICH)
+"""
+
+
+def test_kill_9_at_a_random_step(whole: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    lines = random.randint(1, 14)  # a random step and a random moment in it
+    try:
+        while process.poll() is None:
+            log = tmp_path / LOG
+            if log.exists() and len(log.read_text().splitlines()) >= lines:
+                time.sleep(random.uniform(0, 0.1))
+                process.kill()
+                break
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    made, _ = train(rich_model(), tmp_path, resume=True, **RICH)
+    assert made.average is not None
+    assert same(weights(made.model), whole[1]) and same(weights(made.average.model), whole[2])
+
+
+def interrupted(folder: Path) -> list[Path]:
+    with pytest.raises(Killed):
+        train(rich_model(), folder, objective=dying(13), **RICH)
+    return sorted((folder / "checkpoints").glob("step-*"))
+
+
+def test_a_truncated_checkpoint_falls_back(whole: Any, tmp_path: Path) -> None:
+    _, last = interrupted(tmp_path)
+    last.write_bytes(last.read_bytes()[:-100])
+    notes: list[dict[str, Any]] = []
+    made, _ = train(rich_model(), tmp_path, resume=True, watch=notes.append, **RICH)
+    texts = [note["text"] for note in notes if note["kind"] == "note"]
+    assert f"the checkpoint {last} is damaged" in texts[0] and "trying the one before" in texts[0]
+    assert "resumed after step 5 of 12" in texts[1]
+    assert same(weights(made.model), whole[1])
+
+
+def test_a_foreign_checkpoint_falls_back(whole: Any, tmp_path: Path) -> None:
+    _, last = interrupted(tmp_path)
+    tensors, _ = read(last)
+    for foreign in (lambda: safetensors.torch.save_file(tensors, last), lambda: last.write_text("hello")):
+        foreign()
+        made = engine(rich_model(), tmp_path, **RICH)
+        notes: list[str] = []
+        found = made.keeper.restore(notes.append)
+        assert found is not None and found[0] == 5
+        assert len(notes) == 1 and str(last) in notes[0]
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    _, last = interrupted(tmp_path)
+    data = bytearray(last.read_bytes())
+    data[-50] ^= 4
+    last.write_bytes(data)
+    with pytest.raises(LinvitError, match="its checksum is wrong"):
+        read(last)
+
+
+def test_another_run_may_not_go_on(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    with pytest.raises(LinvitError, match="holds a run: --resume goes on with it"):
+        train(rich_model(), tmp_path, **RICH)
+    notes: list[str] = []
+    with pytest.raises(LinvitError, match=r"no checkpoint in .* can be used"):
+        engine(rich_model(), tmp_path, **{**RICH, "lr": 1.0}).keeper.restore(notes.append)
+    assert "belongs to another run" in notes[0]
+
+
+def test_two_checkpoints_are_kept_and_nothing_else(whole: Any) -> None:
+    names = sorted(path.name for path in (whole[0] / "checkpoints").iterdir())
+    assert names == ["best.safetensors", "step-00000011.safetensors", "step-00000012.safetensors"]
+
+
+def test_a_finished_run_resumes_to_its_end(whole: Any) -> None:
+    made, outcome = train(rich_model(), whole[0], resume=True, **RICH)
+    assert outcome.steps == 12 and same(weights(made.model), whole[1])
+    assert torch.isfinite(torch.tensor(outcome.last["top1"]))

@@ -1,0 +1,160 @@
+"""The loop does what its config says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linvit
+from linvit.errors import LinvitError
+from linvit.training.config import Stage
+from linvit.training.diagnosis import Diverged
+from linvit.training.logs import read_log
+from tests.training.toys import ToySource, accuracy, cross_entropy, same, small_model, train, weights
+
+
+def test_a_run_learns_and_leaves_its_models(tmp_path: Path) -> None:
+    made, outcome = train(folder=tmp_path, epochs=8, log_steps=4)
+    assert outcome.steps == 32 and outcome.last["top1"] > 60
+    assert outcome.best["top1"] >= outcome.last["top1"]
+    last, best = linvit.load(tmp_path / "last"), linvit.load(tmp_path / "best")
+    assert same(weights(last), weights(made.model))
+    assert accuracy(best)["top1"] == outcome.best["top1"]
+    records = read_log(tmp_path)
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(4, 33, 4))
+    assert all(r["images_per_second"] > 0 and math.isfinite(r["loss"]) for r in records if r["kind"] == "train")
+
+
+def test_accumulation_equals_a_large_batch() -> None:
+    large, _ = train(optimiser="sgd")  # AdamW would blow up the rounding of gradients that are zero
+    small, _ = train(optimiser="sgd", accumulate=4)
+    for one, other in zip(large.model.parameters(), small.model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_the_average_follows_by_its_formula() -> None:
+    seen: list[dict[str, Tensor]] = []
+
+    def watching(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        seen.append(weights(model))
+        return cross_entropy(model, images, targets)
+
+    made, _ = train(objective=watching, ema=0.8, ema_ramp=5.0, epochs=1)
+    seen.append(weights(made.model))
+    expected = {name: tensor.double() for name, tensor in seen[0].items()}
+    for step, now in enumerate(seen[1:], start=1):
+        decay = 0.8 * (1 - math.exp(-step / 5))
+        expected = {name: decay * expected[name] + (1 - decay) * now[name] for name in now}
+    assert made.average is not None
+    for name, tensor in made.average.model.state_dict().items():
+        assert torch.allclose(tensor.double(), expected[name], atol=1e-6), name
+    assert not same(weights(made.model), weights(made.average.model))
+
+
+def test_stages_train_what_they_say() -> None:
+    model = small_model("stella")
+    before = weights(model)
+    train(model, stages=(Stage("one", epochs=1, trainable="attention"),), epochs=1)
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved and all(".attn." in name for name in moved)
+    stages = (Stage("one", epochs=0.5, lr=1e-3, trainable="attention"), Stage("two", epochs=1.5))
+    made, outcome = train(model, stages=stages, epochs=2)
+    assert made.ends == [2, 8] and outcome.steps == 8
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_stage_without_parameters_is_a_mistake() -> None:
+    with pytest.raises(LinvitError, match="no parameter of the model is 'nothing_here'"):
+        train(stages=(Stage("one", trainable="nothing_here"),))
+
+
+def test_too_large_a_batch_is_a_mistake() -> None:
+    with pytest.raises(LinvitError, match="no full batch of 64 images"):
+        train(batch_size=64)
+
+
+class Poisoned(ToySource):
+    """Data with one picture that is no number."""
+
+    def epoch(self, epoch: int, skip: int = 0) -> Any:
+        for step, (images, targets) in enumerate(super().epoch(epoch, skip), start=skip):
+            yield (images * float("inf") if (epoch, step) == (1, 1) else images), targets
+
+
+class Overflowing(nn.Module):
+    """An identity until its limit of calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Overflowing.calls += 1
+        return x * (float("nan") if Overflowing.calls > 6 else 1)
+
+
+def test_nan_names_the_step_and_the_layer_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    model = small_model()
+    model.blocks[1].mlp.drop1 = Overflowing()
+    Overflowing.calls = 0
+    with pytest.raises(Diverged) as stop:
+        train(model, tmp_path, epochs=4, log_steps=3, checkpoint_seconds=0, evaluate=None)
+    text = str(stop.value)
+    assert "in step 7:" in text and "the activations of blocks.1.mlp.drop1 (Overflowing)" in text
+    assert f"the last good checkpoint is {tmp_path / 'checkpoints' / 'step-00000006.safetensors'}" in text
+    assert all(torch.isfinite(p).all() for p in model.parameters()), "the bad step left the weights alone"
+    assert read_log(tmp_path)[-1]["kind"] == "note"
+
+
+def test_a_poisoned_batch_is_named() -> None:
+    with pytest.raises(Diverged, match="in step 6: it began in the batch itself; there was no checkpoint yet"):
+        train(source=Poisoned())
+
+
+def test_infinite_gradients_are_named() -> None:
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * float("inf")
+
+    def objective(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        entries = cross_entropy(model, images, targets)
+        return {"loss": Bad.apply(entries["loss"])}
+
+    with pytest.raises(Diverged, match=r"in step 1: it began in the gradient of head\.bias"):
+        train(objective=objective)
+
+
+def test_bf16_and_sizes_by_turns() -> None:
+    seen = set()
+
+    def objective(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        seen.add(images.shape[-1])
+        out = model(images)
+        assert out.dtype == torch.bfloat16
+        return {"loss": nn.functional.cross_entropy(out.float(), targets)}
+
+    model = small_model(dynamic_img_size=True)
+    train(model, objective=objective, precision="bf16", random_sizes=(8, 12), evaluate=None, epochs=2)
+    assert seen == {8, 12}
+
+
+def test_batch_norm_is_measured_again() -> None:
+    model = small_model("qt")
+    train(model, bn_images=32, epochs=1)
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d))
+    assert norm.momentum == 0.1 and int(norm.num_batches_tracked) == 4
+
+
+def test_mesa_learns_from_the_average() -> None:
+    records: list[dict[str, Any]] = []
+    train(ema=0.5, mesa=2.0, mesa_start=0.5, log_steps=1, watch=records.append)
+    mesa = [record["mesa"] for record in records if record["kind"] == "train"]
+    assert mesa[:4] == [0] * 4 and min(mesa[4:]) > 0

@@ -1,0 +1,42 @@
+"""Two processes train as one does on the same global batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import linvit
+from linvit.training.logs import read_log
+from tests.training.toys import train
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"optimiser": "sgd", "clip_norm": 0.5, "ema": 0.5, "accumulate": 2, "log_steps": 4}
+SCRIPT = f"""
+import sys
+from pathlib import Path
+from tests.training.toys import train
+train(folder=Path(sys.argv[1]), **{SETTINGS})
+"""
+
+
+def test_two_match_one(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path / "two")], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    train(folder=tmp_path / "one", **SETTINGS)
+    both = [linvit.load(tmp_path / name / "last").state_dict() for name in ("one", "two")]
+    for name, tensor in both[0].items():
+        assert torch.allclose(tensor, both[1][name], atol=1e-6), name
+    logs = [[r for r in read_log(tmp_path / name) if r["kind"] == "train"] for name in ("one", "two")]
+    for ours, theirs in zip(*logs, strict=True):
+        assert abs(ours["loss"] - theirs["loss"]) < 1e-5
+        assert abs(ours["gradient_norm"] - theirs["gradient_norm"]) < 1e-4

@@ -1,0 +1,90 @@
+"""A model and data so small that a training takes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import linvit
+from linvit.training.config import Config, Stage
+from linvit.training.engine import Engine, Outcome, Phase
+from linvit.training.processes import make_accelerator
+
+SMALL = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
+PLAIN = {"precision": "fp32", "batch_size": 8, "epochs": 2, "warmup_epochs": 0.5, "lr": 1e-2, "checkpoint_seconds": 1e9}
+
+
+def small_model(plan: str | None = None, seed: int = 0, **args: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    model = timm.create_model("vit_tiny_patch16_224", **{**SMALL, **args})
+    if plan:
+        linvit.convert(model, plan, input_size=(8, 8))
+    return model
+
+
+class ToySource:
+    """Four kinds of noisy pictures, in another order each epoch; every process has its share of each batch."""
+
+    def __init__(self, batch: int = 8, images: int = 32, rank: int = 0, world: int = 1) -> None:
+        draw = torch.Generator().manual_seed(7)
+        self.labels = torch.arange(images) % 4
+        centres = torch.randn(4, 3, 8, 8, generator=draw)
+        self.pictures = centres[self.labels] + 0.5 * torch.randn(images, 3, 8, 8, generator=draw)
+        self.batch, self.rank, self.world = batch, rank, world
+        self.images, self.batches = images, images // (batch * world)
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(self.images, generator=torch.Generator().manual_seed(epoch))
+        for step in range(skip, self.batches):
+            start = (step * self.world + self.rank) * self.batch
+            chosen = order[start : start + self.batch]
+            yield self.pictures[chosen], self.labels[chosen]
+
+
+def cross_entropy(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    return {"loss": F.cross_entropy(model(images), targets)}
+
+
+def accuracy(model: nn.Module) -> Mapping[str, float]:
+    source = ToySource()
+    return {"top1": 100 * (model(source.pictures).argmax(-1) == source.labels).float().mean().item()}
+
+
+def engine(
+    model: nn.Module | None = None,
+    folder: Path | None = None,
+    source: Any = None,
+    objective: Any = cross_entropy,
+    stages: tuple[Stage, ...] = (),
+    evaluate: Any = accuracy,
+    watch: Any = None,
+    **settings: Any,
+) -> Engine:
+    config = Config(**{**PLAIN, **settings}, stages=stages)
+    accelerator = make_accelerator(config, "cpu")
+    if source is None:
+        batch = config.batch_size // (config.accumulate * accelerator.num_processes)
+        source = ToySource(batch, rank=accelerator.process_index, world=accelerator.num_processes)
+    phases = [Phase(stage, objective) for stage in config.plan_of_stages()]
+    model = small_model() if model is None else model
+    return Engine(accelerator, model, config, source, phases, folder=folder, evaluate=evaluate, watch=watch)
+
+
+def train(*args: Any, resume: bool = False, **kwargs: Any) -> tuple[Engine, Outcome]:
+    made = engine(*args, **kwargs)
+    return made, made.run(resume=resume)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
