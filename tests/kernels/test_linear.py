@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
 from math import pi
 
 import pytest
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from linvit.errors import LinvitError
 from linvit.kernels import linear_launch, linear_plan
 from linvit.kernels.linear import Formula, linear_attention, linear_attention_packed, packed_source, why_not
 from tests.kernels.conftest import ON_GPU
@@ -136,9 +136,8 @@ def test_widths_of_heads(name: str, dim: int, value_dim: int, device: torch.devi
 def test_tokens_split_over_programs(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way with partial states, at a size that would not take it."""
     monkeypatch.setattr(linear_plan, "SMALL", 16)
-    linear_launch.prepare.cache_clear()
+    monkeypatch.setattr(linear_launch, "remembered", {})
     compare(name, inputs(device, torch.float32, 1, 2, 300, 8))
-    linear_launch.prepare.cache_clear()
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -184,23 +183,21 @@ def test_packed_projection_gets_a_packed_gradient(device: torch.device) -> None:
     flat = draw(device, torch.float32, 2, 24, 3 * 2 * 8).requires_grad_()
     qkv = flat * 1.0
     q, k, v = qkv.reshape(2, 24, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
-    assert packed_source(q, k, v) is not None
     assert packed_source(q, v, k) is None and packed_source(q.detach(), k, v) is None
-    out = linear_attention(q, k, v, formula)
-    (through_views,) = torch.autograd.grad(out.sin().sum(), flat, retain_graph=True)
-    (as_a_whole,) = torch.autograd.grad(linear_attention_packed(qkv.view(2, 24, 3, 2, 8), formula).sin().sum(), flat)
-    separate = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    parts = torch.autograd.grad(linear_attention(*separate, formula).sin().sum(), separate)
-    assert torch.equal(through_views, as_a_whole)
-    assert torch.equal(through_views.view(2, 24, 3, 2, 8).permute(2, 0, 3, 1, 4), torch.stack(parts))
-
-
-def test_hooks_on_views_are_honoured(device: torch.device) -> None:
-    qkv = draw(device, torch.float32, 1, 9, 3, 2, 8).requires_grad_()
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    source = packed_source(q, k, v)
+    assert source is not None and source.shape == (2, 24, 3, 2, 8)
+    (whole,) = torch.autograd.grad(linear_attention_packed(source, formula).sin().sum(), flat, retain_graph=True)
+    (stacked,) = torch.autograd.grad(linear_attention(q, k, v, formula).sin().sum(), flat, retain_graph=True)
+    assert torch.equal(whole, stacked)
     q.retain_grad()
-    linear_attention(q, k, v, FORMULAS["stella"]).sum().backward()
-    assert q.grad is not None
+    assert packed_source(q, k, v) is None
+
+
+def test_refuses_a_second_derivative(device: torch.device) -> None:
+    tensors = inputs(device, torch.float32, 1, 1, 9, 8)
+    out = linear_attention(*tensors, FORMULAS["stella"])
+    with pytest.raises(LinvitError, match="twice"):
+        torch.autograd.grad(out.sum(), tensors, create_graph=True)
 
 
 def test_same_bits_twice(device: torch.device) -> None:
@@ -224,7 +221,7 @@ def test_nan_shows(device: torch.device) -> None:
 def test_opcheck(packed: bool, device: torch.device) -> None:
     tensors = inputs(device, torch.float32, 2, 2, 20, 8)
     mask, constant = draw(device, torch.float32, 2, 20) > 0, torch.tensor(0.5, device=device, requires_grad=True)
-    rest = (mask, constant, *astuple(FORMULAS["qt"]), True)
+    rest = (mask, constant, *FORMULAS["qt"], True)
     if packed:
         qkv = draw(device, torch.float32, 2, 20, 3, 2, 8).requires_grad_()
         torch.library.opcheck(torch.ops.linvit.linear_attention_packed.default, (qkv, *rest))
@@ -286,7 +283,7 @@ def test_says_why_it_cannot(device: torch.device) -> None:
     assert "float64" in str(why_not(q.double(), k.double(), v.double(), formula))
     assert "different types" in str(why_not(q, k, v.half(), formula))
     assert "too wide" in str(why_not(*(t.new_zeros(1, 1, 4, 600) for t in (q, k, v)), formula))
-    assert "feature map" in str(why_not(q, k, v, replace(formula, feature="cosine")))
+    assert "feature map" in str(why_not(q, k, v, formula._replace(feature="cosine")))
     assert "as many keys" in str(why_not(q, k[:, :, :9], v[:, :, :9], FORMULAS["angular"]))
     assert "empty" in str(why_not(q[:, :, :0], k, v, formula))
 

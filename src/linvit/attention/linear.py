@@ -89,7 +89,11 @@ class LinearAttention(Mechanism):
             q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
             why = kernel.why_not(q_, k_, v_, fusion.formula)
             if why is None:
-                out = kernel.linear_attention(q_, k_, v_, fusion.formula, call.mask, fusion.constant)
+                whole = kernel.packed_source(q, k, v) if fusion.q is q and fusion.k is k else None
+                if whole is not None:
+                    out = kernel.linear_attention_packed(whole, fusion.formula, call.mask, fusion.constant)
+                else:
+                    out = kernel.linear_attention(q_, k_, v_, fusion.formula, call.mask, fusion.constant)
                 if call.mask is not None:
                     out = out * self.normaliser.under_mask(call, q.shape[-1])
                 return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)

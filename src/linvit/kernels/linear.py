@@ -7,13 +7,12 @@ attention itself.
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from linvit.errors import LinvitError
 from linvit.kernels import linear_launch as launch
 from linvit.kernels import linear_ops as ops
 from linvit.kernels.dispatch import unserved
@@ -51,19 +50,15 @@ def linear_attention(
     """`(batch, heads, queries, value_dim)` from q, k, v in any strides; a view of (batch, queries, heads, value_dim).
 
     `mask`, boolean (batch, keys), is true for the keys that take part; `constant` is a scalar that the formula adds to
-    every product of a query and a key. Views of one packed `(batch, tokens, 3, heads, head_dim)` tensor get their
-    gradients in one packed tensor.
+    every product of a query and a key.
     """
     save = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (constant is not None and constant.requires_grad)
     )
     if not plain(q):
-        return ops.attention(q, k, v, mask, constant, *astuple(formula), save)[0]
+        return ops.attention(q, k, v, mask, constant, *formula, save)[0]
     if not save:
         return launch.forward(q, k, v, mask, constant, formula, False)[0]
-    qkv = packed_source(q, k, v)
-    if qkv is not None:
-        return _Packed.apply(qkv, (q, k, v), mask, constant, formula)
     return _Separate.apply(q, k, v, mask, constant, formula)
 
 
@@ -73,10 +68,10 @@ def linear_attention_packed(
     """The same from a packed `(batch, tokens, 3, heads, head_dim)` projection, whose gradient is written as a whole."""
     save = torch.is_grad_enabled() and (qkv.requires_grad or (constant is not None and constant.requires_grad))
     if not plain(qkv):
-        return ops.packed(qkv, mask, constant, *astuple(formula), save)[0]
+        return ops.packed(qkv, mask, constant, *formula, save)[0]
     if not save:
         return launch.forward(*unpack(qkv), mask, constant, formula, False)[0]
-    return _Packed.apply(qkv, unpack(qkv), mask, constant, formula)
+    return _Packed.apply(qkv, mask, constant, formula)
 
 
 def plain(tensor: Tensor) -> bool:
@@ -90,10 +85,13 @@ def plain(tensor: Tensor) -> bool:
 
 
 def packed_source(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """The packed tensor that q, k and v are the views of, if they are: its gradient then needs no stacking.
+    """The packed tensor that q, k and v are the views of, if they are and it wants a gradient.
 
-    Autograd skips the views, so anybody who looks at their gradients (hooks, `retain_grad`) must find none skipped.
+    `linear_attention_packed` of it spares autograd to stack three gradients. The views are then no part of the graph,
+    so there is no answer where anybody looks at their gradients by hooks or `retain_grad`.
     """
+    if not torch.is_grad_enabled() or not plain(q):
+        return None
     base = q._base
     if base is None or k._base is not base or v._base is not base or not base.is_contiguous():
         return None
@@ -120,8 +118,8 @@ class _Separate(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _only_once()
         q, k, v, mask, constant, state = ctx.saved_tensors
         dq, dk, dv, d_constant = launch.gradients(grad, q, k, v, mask, constant, state, ctx.formula)
         return dq, dk, dv, None, d_constant, None
@@ -129,16 +127,21 @@ class _Separate(torch.autograd.Function):
 
 class _Packed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, views: Any, mask: Any, constant: Any, formula: Formula) -> Tensor:
-        q, k, v = views
-        out, state = launch.forward(q, k, v, mask, constant, formula, True)
+    def forward(ctx: Any, qkv: Tensor, mask: Any, constant: Any, formula: Formula) -> Tensor:
+        out, state = launch.forward(*unpack(qkv), mask, constant, formula, True)
         ctx.save_for_backward(qkv, mask, constant, state)
         ctx.formula = formula
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _only_once()
         qkv, mask, constant, state = ctx.saved_tensors
         d_qkv, d_constant = launch.packed_gradient(grad, qkv, mask, constant, state, ctx.formula)
-        return d_qkv, None, None, d_constant, None
+        return d_qkv, None, d_constant, None
+
+
+def _only_once() -> None:
+    """The gradients have none of their own; autograd enables grad mode here when it was asked for a graph of them."""
+    if torch.is_grad_enabled():
+        raise LinvitError("the fused linear attention cannot be differentiated twice; use impl='reference'")

@@ -19,15 +19,15 @@ class Launch:
     runs. All but the pointers is the same in calls of the same shapes and strides, so that is done once.
     """
 
-    def __init__(
-        self, kernel: Any, grid: tuple[int, int, int], values: tuple[Any, ...], warps: int, stages: int
-    ) -> None:
-        self.kernel, self.grid, self.values = kernel, grid, values
-        self.options = {"num_warps": warps, "num_stages": stages}
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], values: tuple[Any, ...], **options: int | None) -> None:
+        self.kernel, self.grid, self.values, self.options = kernel, grid, values, options
         self.ready: Any = None
 
     def __call__(self, *pointers: Tensor | None) -> None:
-        aligned = all(p is None or p.data_ptr() % 16 == 0 for p in pointers)
+        aligned = True
+        for pointer in pointers:
+            if pointer is not None and pointer.data_ptr() % 16:
+                aligned = False
         if aligned and self.ready is not None:
             self.ready(*pointers, *self.values)
             return
@@ -68,49 +68,40 @@ def operands(dtype: torch.dtype, interpreted: bool) -> tuple[Any, Any, str]:
     return kind, kind, "tf32"
 
 
-@lru_cache(maxsize=4096)
 def prepare(
-    backward: bool, q: torch.Size, k: torch.Size, v: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
-    device: torch.device, formula: Formula, given: tuple[Any, ...],
-) -> Launches:  # fmt: skip
-    """Launches for tensors of these shapes, and strides in the order the kernels take them.
-
-    `given` says which optional tensors there are: each set of them is a kernel of its own.
-    """
+    backward: bool, q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...], mask: Tensor | None, formula: Formula
+) -> Launches:
+    """Launches for tensors like these; `strides` are those of the kernel's other tensors, in its order."""
     from linvit.kernels import linear_kernels as kernels
 
-    (batch, heads, queries, head_dim), keys, value_dim = q, v[2], v[3]
-    layout = layout_of(heads, head_dim, value_dim, dtype.itemsize)
+    (batch, heads, queries, head_dim), keys, value_dim = q.shape, v.shape[2], v.shape[3]
+    layout = layout_of(heads, head_dim, value_dim, q.dtype.itemsize)
     programs = layout.programs(batch, heads)
-    how = plan(layout, programs, queries, keys, processors(device), dtype.itemsize, backward)
+    sizes = (queries, keys, processors(q.device), q.dtype.itemsize)
+    how = plan(layout, programs, *sizes, row_sum=formula.row_sum, backward=backward)
     padded = (
         layout.key_width != head_dim
         or layout.value_width * layout.value_blocks != value_dim
         or heads % layout.group != 0
     )
-    numbers: tuple[Any, ...] = (heads, queries, keys, how.query_chunk, how.key_chunk)
-    numbers += (formula.scale, formula.eps, formula.feature_eps, formula.own, formula.norm_eps)
-    constants: tuple[Any, ...] = (
-        formula.feature,
-        formula.row_sum,
-        formula.clamp,
-        formula.own != 0,
-        formula.norm,
-        head_dim,
-        value_dim,
+    values = (
+        *(q.stride() + k.stride() + v.stride() + strides + (mask.stride() if mask is not None else (0, 0))),
+        *(heads, queries, keys, how.query_chunk, how.key_chunk),
+        *(formula.scale, formula.eps, formula.feature_eps, formula.own, formula.norm_eps),
     )
-    constants += (layout.group, layout.key_width, layout.value_width, layout.value_blocks, how.block, padded)
-    constants += operands(dtype, device.type == "cpu")
+    constants = (
+        *(formula.feature, formula.row_sum, formula.clamp, formula.own != 0, formula.norm, head_dim, value_dim),
+        *(layout.group, layout.key_width, layout.value_width, layout.value_blocks, how.block, padded),
+        *operands(q.dtype, q.device.type == "cpu"),
+    )
     kernel = kernels.backward_kernel if backward else kernels.forward_kernel
     grid = (programs, how.chunks, 1)
-    phases = tuple(
-        (phase, Launch(kernel, grid, (*strides, *numbers, phase, *constants), how.num_warps, how.num_stages))
-        for phase in how.phases
-    )
+    options = {"num_warps": how.num_warps, "num_stages": how.num_stages, "maxnreg": how.registers}
+    phases = tuple((phase, Launch(kernel, grid, (*values, phase, *constants), **options)) for phase in how.phases)
     add = None
     if len(phases) > 1 and how.chunks > 1:
         size = programs * layout.numbers
-        add = Launch(kernels.add_partials, (-(-size // 128), 1, 1), (how.chunks, size, 16, 128), 4, 1)
+        add = Launch(kernels.add_partials, (-(-size // 128), 1, 1), (how.chunks, size, 16, 128))
     return Launches(phases, add, programs, how.chunks, layout)
 
 
@@ -119,15 +110,40 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+class Remembered(dict[tuple[Any, ...], Launches]):
+    """Launches by everything they depend on. Not for ever: a service may see any number of shapes."""
+
+    def __setitem__(self, key: tuple[Any, ...], value: Launches) -> None:
+        if len(self) >= 4096:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+remembered = Remembered()
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, formula: Formula, save: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The output, as a (batch, heads, queries, value_dim) view of (batch, queries, heads, value_dim), and the state."""
     batch, heads, queries, _ = q.shape
-    out = torch.empty((batch, queries, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
-    strides = q.stride() + k.stride() + v.stride() + out.stride() + (mask.stride() if mask is not None else (0, 0))
-    given = (mask is None, None if constant is None else constant.dtype, save)
-    how = prepare(False, q.shape, k.shape, v.shape, strides, q.dtype, q.device, formula, given)
+    out = empty_rows(batch, heads, queries, v.shape[3], q)
+    key: tuple[Any, ...] = (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        q.dtype,
+        q.device,
+        formula,
+        save,
+    )
+    key += (None if mask is None else mask.stride(), None if constant is None else constant.dtype)
+    how = remembered.get(key)
+    if how is None:
+        how = remembered[key] = prepare(False, q, k, v, out.stride(), mask, formula)
     state = partial = None
     if save or how.split:
         state = partial = torch.empty((how.programs, how.layout.numbers), dtype=torch.float32, device=q.device)
@@ -145,15 +161,26 @@ def backward(
     dq: Tensor, dk: Tensor, dv: Tensor, formula: Formula,
 ) -> Tensor | None:  # fmt: skip
     """Writes dq, dk and dv, whose last dimension is dense; returns the constant's gradient."""
-    blocks = layout_of(q.shape[1], q.shape[3], v.shape[3], q.dtype.itemsize).value_blocks
+    key: tuple[Any, ...] = (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        q.dtype,
+        q.device,
+        formula,
+        grad.stride(),
+    )
+    key += (dq.stride(), None if mask is None else mask.stride(), None if constant is None else constant.dtype)
+    how = remembered.get(key)
+    if how is None:
+        strides = grad.stride() + by_part(dq, v)[1] + by_part(dk, v)[1] + dv.stride()[:3]
+        how = remembered[key] = prepare(True, q, k, v, strides, mask, formula)
     dq_parts, dk_parts = dq, dk
-    if blocks > 1:
-        dq_parts, dk_parts = (torch.empty((blocks, *d.shape), dtype=torch.float32, device=d.device) for d in (dq, dk))
-    of_parts = tuple(((0, *d.stride()) if blocks == 1 else d.stride())[:4] for d in (dq_parts, dk_parts))
-    strides = q.stride() + k.stride() + v.stride() + grad.stride() + of_parts[0] + of_parts[1] + dv.stride()[:3]
-    strides += mask.stride() if mask is not None else (0, 0)
-    given = (mask is None, None if constant is None else constant.dtype)
-    how = prepare(True, q.shape, k.shape, v.shape, strides, q.dtype, q.device, formula, given)
+    if how.layout.value_blocks > 1:
+        dq_parts, dk_parts = (torch.empty(by_part(d, v)[0], dtype=torch.float32, device=d.device) for d in (dq, dk))
     d_state = partial = None
     if how.split or constant is not None:
         d_state = partial = torch.empty_like(state)
@@ -164,7 +191,7 @@ def backward(
         launch(q, k, v, grad, dq_parts, dk_parts, dv, mask, constant, state, where)
         if phase == "queries" and how.add is not None:
             how.add(partial, d_state)
-    if blocks > 1:
+    if how.layout.value_blocks > 1:
         dq.copy_(dq_parts.sum(0))
         dk.copy_(dk_parts.sum(0))
     if constant is None or d_state is None:
@@ -176,23 +203,38 @@ def backward(
     return (by_value + by_count if formula.row_sum else by_value).to(constant.dtype)
 
 
+def by_part(gradient: Tensor, v: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a gradient's parts, one per block of values; a single part is the gradient itself."""
+    batch, heads, tokens, dim = gradient.shape
+    blocks = layout_of(heads, dim, v.shape[3], v.dtype.itemsize).value_blocks
+    if blocks == 1:
+        return (1, *gradient.shape), (0, *gradient.stride()[:3])
+    token, head = dim, tokens * dim
+    return (blocks, *gradient.shape), (batch * heads * head, heads * head, head, token)
+
+
 def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v `(batch, heads, tokens, head_dim)` as views of a packed `(batch, tokens, 3, heads, head_dim)`."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 
-def empty_like(tensor: Tensor) -> Tensor:
-    """An empty tensor of the same shape, tokens outside and heads inside: the layout that projections have."""
+def empty_rows(batch: int, heads: int, tokens: int, dim: int, like: Tensor) -> Tensor:
+    """An empty (batch, heads, tokens, dim) tensor with heads inside tokens, the layout that projections have."""
+    strides = (tokens * heads * dim, dim, heads * dim, 1)
+    return torch.empty_strided((batch, heads, tokens, dim), strides, dtype=like.dtype, device=like.device)
+
+
+def rows_like(tensor: Tensor) -> Tensor:
     batch, heads, tokens, dim = tensor.shape
-    return tensor.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+    return empty_rows(batch, heads, tokens, dim, tensor)
 
 
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, state: Tensor,
     formula: Formula,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+    dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
     return dq, dk, dv, backward(grad, q, k, v, mask, constant, state, dq, dk, dv, formula)
 
 

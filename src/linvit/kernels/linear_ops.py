@@ -75,7 +75,7 @@ def _own(state: Tensor | None, like: Tensor, save: bool) -> Tensor:
 
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, *rest: Any) -> Any:
     batch, heads, queries, _ = q.shape
-    out = q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
+    out = launch.empty_rows(batch, heads, queries, v.shape[3], q)
     layout = layout_of(int(heads), int(q.shape[3]), int(v.shape[3]), q.dtype.itemsize)
     size = (layout.programs(batch, heads), layout.numbers) if rest[-1] else (0,)
     return out, q.new_empty(size, dtype=torch.float32)
@@ -85,7 +85,7 @@ def _fake_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, mask: Any, constant: Any, *rest: Any
 ) -> Any:
     empty = q.new_empty(0) if constant is None else torch.empty_like(constant)
-    return *(launch.empty_like(t) for t in (q, k, v)), empty
+    return *(launch.rows_like(t) for t in (q, k, v)), empty
 
 
 def _fake_packed(qkv: Tensor, mask: Tensor | None, constant: Tensor | None, *rest: Any) -> Any:

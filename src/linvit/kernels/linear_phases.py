@@ -142,24 +142,24 @@ def query_gradient_phase(q_tile, g_tile, v_tile, dq_tile, dv_tile, mask, q_n, g_
         if ROW_SUM:
             total = row_sums(f, rows, key_sum, count, constant, eps, CLAMP, CONSTANT, G)
             inverse = scale / total
-            along = head_sums(f * df, G)
+            slope = head_sums(f * df, G)
             if CONSTANT:
-                along += constant * head_sums(g.to(tl.float32) * value_sum[None, :], G)
-            along = -along * inverse / total
+                slope += constant * head_sums(g.to(tl.float32) * value_sum[None, :], G)
+            slope = -slope / total
             if CLAMP:
-                along = tl.where(total > eps, along, 0.0)
-            df = df * spread(inverse, G, C // G) + spread(along, G, C // G) * key_sum[None, :]
-            d_key_sums = weighted_sum(d_key_sums, tl.trans(f.to(COMPUTE)), along, G, PRECISION)
+                slope = tl.where(total > eps, slope, 0.0)
+            df = (df + spread(slope, G, C // G) * key_sum[None, :]) * spread(inverse, G, C // G)
+            weighted = (f * spread(inverse, G, C // G)).to(COMPUTE)
+            d_key_sums = weighted_sum(d_key_sums, weighted, slope, G, PRECISION)
             if CONSTANT:
                 d_value_sum += tl.sum(g.to(tl.float32) * spread(inverse, G, V // G), 0)
-                d_count += tl.sum(tl.broadcast_to(spread(along, G, V // G), [BLOCK, V]), 0)
-            weighted = f * spread(inverse, G, C // G)
+                d_count += tl.sum(tl.broadcast_to(spread(slope * inverse, G, V // G), [BLOCK, V]), 0)
         else:
             df *= scale
-            weighted = f
+            weighted = f.to(COMPUTE)
             if CONSTANT:
                 d_value_sum += tl.sum(g.to(tl.float32), 0) * scale
-        d_state = tl.dot(tl.trans(weighted.to(COMPUTE)), g.to(COMPUTE), d_state, input_precision=PRECISION)
+        d_state = tl.dot(tl.trans(weighted), g.to(COMPUTE), d_state, input_precision=PRECISION)
         store(dq_tile, start, dq_n, feature_gradient(q, f, df, feature_eps, FEATURE, G), ours, q_ok, PADDED)
     if not ROW_SUM:
         d_state *= scale

@@ -117,10 +117,14 @@ def diagonal(state, G: tl.constexpr):
 
 @triton.jit
 def weighted_sum(total, f, weight, G: tl.constexpr, PRECISION: tl.constexpr):
-    """total + Σ f·weight over the tokens, by a matrix product: f is (C, tokens), weight (tokens, G), total (C, 16)."""
+    """total + Σ f·weight over the tokens, by a matrix product: f is (tokens, C), weight (tokens, G), total (C, 16)."""
     P: tl.constexpr = 16 // G if G < 16 else 1
-    weight = tl.broadcast_to(weight, [weight.shape[0], 16]) if G == 1 else spread(weight, G, P)
-    return tl.dot(f, weight.to(f.dtype), total, input_precision=PRECISION)
+    if G > 2 and f.dtype == tl.float32 and PRECISION == "tf32":  # Triton 3.6 fails to compile this product
+        total += tl.sum(f * spread(weight, G, f.shape[1] // G), 0)[:, None]
+    else:
+        weight = tl.broadcast_to(weight, [weight.shape[0], 16]) if G == 1 else spread(weight, G, P)
+        total = tl.dot(tl.trans(f), weight.to(f.dtype), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
