@@ -124,6 +124,13 @@ def test_pooling_goes_where_a_mechanism_needs_as_many_keys_as_queries() -> None:
     assert model(torch.randn(2, 24, 6, 8)).shape == (2, 24, 6, 8)
 
 
+def test_queries_that_do_not_fit_the_output_are_refused_before_anything_is_touched() -> None:
+    model = by_name["coatnet_pico_rw_224"].build()
+    with pytest.raises(LinvitError, match="it has another width"):
+        convert(model, "fastformer", drop=DROP)
+    assert not any(hasattr(host, "mechanism") for _, host in find_hosts(model))
+
+
 def test_a_one_query_layer_is_left_to_mechanisms_that_can_serve_it() -> None:
     model = by_name["crossvit_9_240"].build()
     report = convert(model, "fastformer")

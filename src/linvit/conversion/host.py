@@ -61,8 +61,9 @@ def wide_ask() -> Ask:
 
 
 def width_ask(projection: Any) -> list[Ask]:
-    """A projection to another width, where nothing that is as wide as the queries can be added behind it."""
-    if projection.in_features == projection.out_features:
+    """A projection, linear or 1×1, to another width, where nothing as wide as the queries can be added behind it."""
+    out, queries = projection.weight.shape[:2]
+    if out == queries:
         return []
     plain = Mechanism.after_projection
     return [Ask("another width", lambda mechanism: type(mechanism).after_projection is plain, droppable=False)]

@@ -14,7 +14,7 @@ from timm.models.maxxvit import Attention2d, AttentionCl
 from torch import Tensor
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, bias_ask, dropout_ask
+from linvit.conversion.host import Ask, Grids, Host, bias_ask, dropout_ask, width_ask
 from linvit.conversion.pictures import after_projection
 from linvit.conversion.relative import resized_bias
 
@@ -43,7 +43,8 @@ class _MaxxBase(Host):
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
-        return ([bias_ask("relative_bias")] if module.rel_pos is not None else []) + dropout_ask(module)
+        bias = [bias_ask("relative_bias")] if module.rel_pos is not None else []
+        return bias + width_ask(module.proj) + dropout_ask(module)
 
     @staticmethod
     def give_up(module: Any, feature: str) -> None:

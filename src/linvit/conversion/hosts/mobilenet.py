@@ -13,7 +13,7 @@ from timm.layers import Attention2d, MultiQueryAttention2d
 from torch import Tensor
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, unequal_ask, wide_ask
+from linvit.conversion.host import Ask, Grids, Host, dropout_ask, unequal_ask, wide_ask, width_ask
 from linvit.conversion.pictures import after_projection
 
 
@@ -26,7 +26,7 @@ class PictureHost(Host, Attention2d):
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
+        return width_ask(module.proj) + dropout_ask(module)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
@@ -54,7 +54,7 @@ class MultiQueryHost(Host, MultiQueryAttention2d):
         pooled = module.has_query_strides or module.kv_stride > 1
         unequal = [unequal_ask("pooling", droppable=True)] if pooled else []
         wide = [wide_ask()] if module.value_dim != module.key_dim else []
-        return unequal + wide + dropout_ask(module)
+        return unequal + wide + width_ask(module.output.proj) + dropout_ask(module)
 
     @staticmethod
     def give_up(module: Any, feature: str) -> None:

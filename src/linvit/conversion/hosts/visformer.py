@@ -9,7 +9,7 @@ from timm.models.visformer import Attention
 from torch import Tensor
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask
+from linvit.conversion.host import Ask, Grids, Host, dropout_ask, width_ask
 from linvit.conversion.pictures import after_projection
 
 
@@ -22,7 +22,7 @@ class VisformerHost(Host, Attention):
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
+        return width_ask(module.proj) + dropout_ask(module)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
