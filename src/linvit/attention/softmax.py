@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Size, lift
 from linvit.attention.registry import register
+from linvit.errors import LinvitError
+from linvit.kernels import relu_quadratic as kernel
 
 
 @register("softmax", paper="Attention Is All You Need")
@@ -56,5 +58,10 @@ class ReluQuadratic(Softmax):
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return torch.relu(self.logits(q, k, call)) / call.keys
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        why = "the kernel has no place for a bias" if call.bias is not None else kernel.why_not(q, k, v)
+        if why is None or (self.impl == "auto" and call.bias is None and kernel.tiles_on_cpu(q, k, v)):
+            return kernel.relu_quadratic(q, k, v, call.mask)
+        if self.impl == "triton":
+            raise LinvitError(f"{self.name} cannot run on the Triton kernel: {why}")
         return None

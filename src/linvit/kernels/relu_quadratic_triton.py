@@ -1,0 +1,216 @@
+"""Triton code of ReLU-quadratic attention: `out = factor · relu(q · kᵀ) · v`, and its gradients, tile by tile.
+
+It is flash attention with the softmax taken out: no row maximum, no row sum, no exponential, nothing to rescale and
+nothing to save for the backward pass. A tile of q · kᵀ exists in registers only.
+
+Zeros need no bookkeeping here: a key or query that is not there, or is masked, is loaded as zero, its products are
+zero, and relu(0) and its gradient are zero too. So tails and masks cost a predicate on a load, and the factor and √d
+wait until the end. In float16 one operand is scaled by a power of two (exactly) to keep q · kᵀ inside its range.
+"""
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_of(ptr, batch, head, start, stride_b, stride_h, stride_n, stride_d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers to ROWS tokens from `start` on, as (ROWS, WIDTH)."""
+    ptr += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + start.to(tl.int64) * stride_n
+    return ptr + (tl.arange(0, ROWS)[:, None] * stride_n + tl.arange(0, WIDTH)[None, :] * stride_d)
+
+
+@triton.jit
+def columns_of(ptr, batch, head, stride_b, stride_h, stride_n, stride_d, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers to the first COLUMNS tokens, transposed to (WIDTH, COLUMNS)."""
+    ptr += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    return ptr + (tl.arange(0, WIDTH)[:, None] * stride_d + tl.arange(0, COLUMNS)[None, :] * stride_n)
+
+
+@triton.jit
+def kept(mask, start, end, mask_n, COUNT: tl.constexpr):
+    """Which of COUNT keys from `start` on are there and not masked."""
+    tokens = start + tl.arange(0, COUNT)
+    keep = tokens < end
+    if mask is not None:
+        keep = keep & tl.load(mask + tokens.to(tl.int64) * mask_n, mask=keep, other=0).to(tl.int1)
+    return keep
+
+
+@triton.jit
+def place(heads, BLOCKS):
+    """Block, batch and head of this program; blocks of one head are neighbours and share its tokens in the cache."""
+    program = tl.program_id(0)
+    return program % BLOCKS, program // BLOCKS // heads, program // BLOCKS % heads
+
+
+@triton.jit
+def relu(x):
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def load(pointers, ok, PLAIN: tl.constexpr, KIND: tl.constexpr):
+    x = tl.load(pointers) if PLAIN else tl.load(pointers, mask=ok, other=0.0)
+    return x.to(KIND)
+
+
+@triton.jit
+def step(k_in, v_in, q_tile, total, ok_k, ok_v, PLAIN_K: tl.constexpr, PLAIN_V: tl.constexpr, KIND: tl.constexpr,
+         PRECISION: tl.constexpr):  # fmt: skip
+    """What one tile of keys adds to the output."""
+    k_tile = load(k_in, ok_k, PLAIN_K, KIND)
+    v_tile = load(v_in, ok_v, PLAIN_V, KIND)
+    weight = relu(tl.dot(q_tile, k_tile, input_precision=PRECISION)).to(KIND)
+    return tl.dot(weight, v_tile, total, input_precision=PRECISION)
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, out, mask, inverse, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n,
+    mask_b, mask_n, heads, queries, keys, prescale, factor,
+    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, PRESCALE: tl.constexpr,
+):  # fmt: skip
+    """One block of M queries of one head, over all keys."""
+    block, batch, head = place(heads, tl.cdiv(queries, M))
+    channel, value = tl.arange(0, DW) < D, tl.arange(0, VW) < VD
+    rows = (block * M + tl.arange(0, M) < queries)[:, None]
+    queries_in = rows_of(q, batch, head, block * M, q_b, q_h, q_n, q_d, M, DW)
+    q_tile = load(queries_in, rows & channel[None, :], False, KIND)
+    if PRESCALE:
+        q_tile = (q_tile * prescale).to(KIND)
+    k_in = columns_of(k, batch, head, k_b, k_h, k_n, k_d, N, DW)
+    v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
+    total = tl.zeros([M, VW], tl.float32)
+    if mask is None:
+        whole = keys // N * N
+        for _ in tl.range(0, whole, N):
+            total = step(
+                k_in, v_in, q_tile, total, channel[:, None], value[None, :], D == DW, VD == VW, KIND, PRECISION
+            )
+            k_in += N * k_n
+            v_in += N * v_n
+        if whole < keys:
+            keep = whole + tl.arange(0, N) < keys
+            ok_k, ok_v = keep[None, :] & channel[:, None], keep[:, None] & value[None, :]
+            total = step(k_in, v_in, q_tile, total, ok_k, ok_v, False, False, KIND, PRECISION)
+    else:
+        mask += batch.to(tl.int64) * mask_b
+        for start in tl.range(0, keys, N):
+            keep = kept(mask, start, keys, mask_n, N)
+            ok_k, ok_v = keep[None, :] & channel[:, None], keep[:, None] & value[None, :]
+            total = step(k_in, v_in, q_tile, total, ok_k, ok_v, False, False, KIND, PRECISION)
+            k_in += N * k_n
+            v_in += N * v_n
+    if inverse is not None:
+        factor *= tl.load(inverse + batch)
+    out_at = rows_of(out, batch, head, block * M, o_b, o_h, o_n, 1, M, VW)
+    tl.store(out_at, (total * factor).to(out.dtype.element_ty), mask=rows & value[None, :])
+
+
+@triton.jit
+def key_step(q_in, g_in, k_tile, v_tile, dk, dv, ok_q, ok_g, PLAIN_Q: tl.constexpr, PLAIN_G: tl.constexpr,
+             KIND: tl.constexpr, PRECISION: tl.constexpr, k_scaled):  # fmt: skip
+    """What one tile of queries adds to dk and dv; the scores stand transposed, (keys, queries)."""
+    q_tile = load(q_in, ok_q, PLAIN_Q, KIND)
+    scores = tl.dot(k_scaled, tl.trans(q_tile), input_precision=PRECISION)
+    g_tile = load(g_in, ok_g, PLAIN_G, KIND)
+    dv = tl.dot(relu(scores).to(KIND), g_tile, dv, input_precision=PRECISION)
+    d_weight = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
+    d_scores = tl.where(scores > 0, d_weight, 0.0).to(KIND)
+    return tl.dot(d_scores, q_tile, dk, input_precision=PRECISION), dv
+
+
+@triton.jit
+def key_gradient_kernel(
+    q, k, v, g, dk, dv, mask, inverse, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
+    dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, mask_b, mask_n, heads, queries, keys, prescale, factor,
+    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, PRESCALE: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of N keys of one head, over all queries."""
+    block, batch, head = place(heads, tl.cdiv(keys, N))
+    channel, value = (tl.arange(0, DW) < D)[None, :], (tl.arange(0, VW) < VD)[None, :]
+    if mask is not None:
+        mask += batch.to(tl.int64) * mask_b
+    keep = kept(mask, block * N, keys, mask_n, N)[:, None]
+    k_tile = load(rows_of(k, batch, head, block * N, k_b, k_h, k_n, k_d, N, DW), keep & channel, False, KIND)
+    v_tile = load(rows_of(v, batch, head, block * N, v_b, v_h, v_n, v_d, N, VW), keep & value, False, KIND)
+    k_scaled = (k_tile * prescale).to(KIND) if PRESCALE else k_tile
+    q_in = rows_of(q, batch, head, tl.zeros([], tl.int32), q_b, q_h, q_n, q_d, M, DW)
+    g_in = rows_of(g, batch, head, tl.zeros([], tl.int32), g_b, g_h, g_n, g_d, M, VW)
+    dk_total = tl.zeros([N, DW], tl.float32)
+    dv_total = tl.zeros([N, VW], tl.float32)
+    whole = queries // M * M
+    for _ in tl.range(0, whole, M):
+        dk_total, dv_total = key_step(
+            q_in, g_in, k_tile, v_tile, dk_total, dv_total, channel, value, D == DW, VD == VW, KIND, PRECISION, k_scaled
+        )
+        q_in += M * q_n
+        g_in += M * g_n
+    if whole < queries:
+        rows = (whole + tl.arange(0, M) < queries)[:, None]
+        dk_total, dv_total = key_step(
+            q_in, g_in, k_tile, v_tile, dk_total, dv_total, rows & channel, rows & value, False, False, KIND, PRECISION,
+            k_scaled,
+        )  # fmt: skip
+    if inverse is not None:
+        factor *= tl.load(inverse + batch)
+    there = (block * N + tl.arange(0, N) < keys)[:, None]
+    dk_at = rows_of(dk, batch, head, block * N, dk_b, dk_h, dk_n, 1, N, DW)
+    dv_at = rows_of(dv, batch, head, block * N, dv_b, dv_h, dv_n, 1, N, VW)
+    tl.store(dk_at, (dk_total * factor).to(dk.dtype.element_ty), mask=there & channel)
+    tl.store(dv_at, (dv_total * (factor / prescale)).to(dv.dtype.element_ty), mask=there & value)
+
+
+@triton.jit
+def query_step(k_in, v_in, q_tile, g_tile, dq, ok_k, ok_v, PLAIN_K: tl.constexpr, PLAIN_V: tl.constexpr,
+               KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """What one tile of keys adds to dq."""
+    k_tile = load(k_in, ok_k, PLAIN_K, KIND)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    v_tile = load(v_in, ok_v, PLAIN_V, KIND)
+    d_weight = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+    d_scores = tl.where(scores > 0, d_weight, 0.0).to(KIND)
+    return tl.dot(d_scores, k_tile, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def query_gradient_kernel(
+    q, k, v, g, dq, mask, inverse, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
+    dq_b, dq_h, dq_n, mask_b, mask_n, heads, queries, keys, factor,
+    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of M queries of one head, over all keys."""
+    block, batch, head = place(heads, tl.cdiv(queries, M))
+    channel, value = (tl.arange(0, DW) < D)[None, :], (tl.arange(0, VW) < VD)[None, :]
+    rows = (block * M + tl.arange(0, M) < queries)[:, None]
+    q_tile = load(rows_of(q, batch, head, block * M, q_b, q_h, q_n, q_d, M, DW), rows & channel, False, KIND)
+    g_tile = load(rows_of(g, batch, head, block * M, g_b, g_h, g_n, g_d, M, VW), rows & value, False, KIND)
+    k_in = rows_of(k, batch, head, tl.zeros([], tl.int32), k_b, k_h, k_n, k_d, N, DW)
+    v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
+    total = tl.zeros([M, DW], tl.float32)
+    if mask is None:
+        whole = keys // N * N
+        for _ in tl.range(0, whole, N):
+            total = query_step(k_in, v_in, q_tile, g_tile, total, channel, value, D == DW, VD == VW, KIND, PRECISION)
+            k_in += N * k_n
+            v_in += N * v_n
+        if whole < keys:
+            keep = (whole + tl.arange(0, N) < keys)[:, None]
+            ok_k, ok_v = keep & channel, keep & value
+            total = query_step(k_in, v_in, q_tile, g_tile, total, ok_k, ok_v, False, False, KIND, PRECISION)
+    else:
+        mask += batch.to(tl.int64) * mask_b
+        for start in tl.range(0, keys, N):
+            keep = kept(mask, start, keys, mask_n, N)[:, None]
+            ok_k, ok_v = keep & channel, keep & value
+            total = query_step(k_in, v_in, q_tile, g_tile, total, ok_k, ok_v, False, False, KIND, PRECISION)
+            k_in += N * k_n
+            v_in += N * v_n
+    if inverse is not None:
+        factor *= tl.load(inverse + batch)
+    dq_at = rows_of(dq, batch, head, block * M, dq_b, dq_h, dq_n, 1, M, DW)
+    tl.store(dq_at, (total * factor).to(dq.dtype.element_ty), mask=rows & channel)

@@ -1,0 +1,210 @@
+"""The fused ReLU-quadratic attention, Triton's and the CPU's, against float64, and how PyTorch may use it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from linvit.attention import create_attention
+from linvit.errors import LinvitError
+from linvit.kernels import relu_quadratic_cpu, relu_quadratic_launch
+from linvit.kernels.linear_launch import empty_rows
+from linvit.kernels.relu_quadratic import relu_quadratic, why_not
+from linvit.measurement.clock import peak_memory
+from tests.kernels.conftest import ON_GPU
+
+# Relative RMS of output and gradients; the interpreter cuts float32 to bfloat16 where the GPU rounds.
+LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 6e-3}
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    weight = torch.relu(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5)
+    if mask is None:
+        return weight @ v / k.shape[2]
+    keep = mask[:, None, None, :]
+    return torch.where(keep, weight, 0) @ v / keep.sum(-1, keepdim=True)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, limit: float | None = None) -> None:
+    """Output and all gradients against float64; masked keys and values are poisoned for us and not for the truth."""
+    limit = limit or LIMITS[q.dtype]
+    grad = draw(q.device, q.dtype, *q.shape[:3], v.shape[3], seed=9)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    truth = reference(*exact, mask)
+    truths = torch.autograd.grad(truth, exact, grad.double())
+    ours = [t.detach().requires_grad_() for t in (q, k, v)]
+    if mask is not None:
+        for t in ours[1:]:
+            t.data = t.data.masked_fill(~mask[:, None, :, None], float("nan"))
+    out = relu_quadratic(*ours, mask)
+    assert out.shape == truth.shape and out.dtype == q.dtype and out.transpose(1, 2).is_contiguous()
+    assert error(out, truth) < limit
+    for name, found, exactly in zip("qkv", torch.autograd.grad(out, ours, grad), truths, strict=True):
+        assert error(found, exactly) < limit, f"d{name}"
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 49, 63, 197])
+def test_any_number_of_tokens(device: torch.device, tokens: int) -> None:
+    check(*(draw(device, torch.float32, 1, 2, tokens, 16, seed=s) for s in range(3)))
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("dim, value_dim", [(1, 3), (24, 40), (64, 64), (96, 128)])
+def test_any_width_and_type(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> None:
+    q, k = (draw(device, dtype, 1, 2, 70, dim, seed=s) for s in range(2))
+    check(q, k, draw(device, dtype, 1, 2, 70, value_dim, seed=2))
+
+
+@pytest.mark.parametrize("queries, keys", [(130, 7), (5, 140)])
+def test_keys_and_queries_may_differ_in_number(device: torch.device, queries: int, keys: int) -> None:
+    q = draw(device, torch.float32, 2, 1, queries, 16)
+    check(q, *(draw(device, torch.float32, 2, 1, keys, 16, seed=s) for s in (1, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_key_mask(device: torch.device, dtype: torch.dtype) -> None:
+    mask = draw(device, torch.float32, 2, 70) > -0.5
+    check(*(draw(device, dtype, 2, 2, 70, 16, seed=s) for s in range(3)), mask)
+
+
+def test_packed_projection_gets_one_gradient(device: torch.device) -> None:
+    packed = draw(device, torch.float32, 2, 35, 3, 2, 16).requires_grad_()
+    grad = draw(device, torch.float32, 2, 2, 35, 16)
+    (found,) = torch.autograd.grad(relu_quadratic(*packed.permute(2, 0, 3, 1, 4).unbind(0)), packed, grad)
+    exact = packed.detach().double().requires_grad_()
+    (truth,) = torch.autograd.grad(reference(*exact.permute(2, 0, 3, 1, 4).unbind(0)), exact, grad.double())
+    assert error(found, truth) < 2e-5
+    separate = [t.detach().requires_grad_() for t in packed.permute(2, 0, 3, 1, 4).unbind(0)]
+    parts = torch.autograd.grad(relu_quadratic(*separate), separate, grad)
+    assert torch.equal(torch.stack(parts).permute(1, 3, 0, 2, 4), found)
+
+
+def test_odd_strides_and_poisoned_surroundings(device: torch.device) -> None:
+    wide = torch.full((2, 40, 2, 40), float("nan"), device=device)
+    wide[:, :37, :, 3:35:2] = draw(device, torch.float32, 2, 37, 2, 16)
+    q = wide[:, :37, :, 3:35:2].transpose(1, 2)
+    assert q.stride(-1) == 2
+    check(q, q.flip(2).transpose(2, 3).contiguous().transpose(2, 3), q * 2)
+
+
+def test_outputs_are_written_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relu_quadratic_launch, "empty_rows", lambda *a: empty_rows(*a).fill_(float("nan")))
+    q, k, v = (draw(device, torch.float32, 1, 2, 37, 16, seed=s).requires_grad_() for s in range(3))
+    out = relu_quadratic(q, k, v)
+    assert out.isfinite().all()
+    gradients = [torch.full_like(t, float("nan")) for t in (q, k, v)]
+    relu_quadratic_launch.backward(torch.ones_like(out), *(t.detach() for t in (q, k, v)), None, *gradients)
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_same_bits_every_time(device: torch.device) -> None:
+    inputs = [draw(device, torch.float16, 2, 2, 130, 16, seed=s).requires_grad_() for s in range(3)]
+
+    def run() -> tuple[Tensor, ...]:
+        out = relu_quadratic(*inputs)
+        return (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_large_scores_stay_inside_float16(device: torch.device) -> None:
+    q, k = (40 + draw(device, torch.float16, 1, 1, 33, 64, seed=s) for s in range(2))  # q · k is above 65,504
+    check(q, k, draw(device, torch.float16, 1, 1, 33, 64, seed=2))
+
+
+def test_opcheck(device: torch.device) -> None:
+    inputs = [draw(device, torch.float32, 1, 2, 19, 8, seed=s).requires_grad_() for s in range(3)]
+    torch.library.opcheck(torch.ops.linvit.relu_quadratic.default, (*inputs, None))
+    mask = draw(device, torch.float32, 1, 19) > 0
+    torch.library.opcheck(torch.ops.linvit.relu_quadratic.default, (*inputs, mask))
+
+
+def test_compiles_checkpoints_and_counts(device: torch.device) -> None:
+    inputs = [draw(device, torch.float32, 1, 2, 33, 16, seed=s).requires_grad_() for s in range(3)]
+    plain = torch.autograd.grad(relu_quadratic(*inputs).square().sum(), inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(relu_quadratic, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    for out in (compiled(*inputs), checkpoint(relu_quadratic, *inputs, use_reentrant=False)):
+        found = torch.autograd.grad(out.square().sum(), inputs)
+        assert all(error(a, b) < 1e-6 for a, b in zip(found, plain, strict=True))
+    with FlopCounterMode(display=False) as counter:
+        relu_quadratic(*inputs)
+    assert counter.get_total_flops() == 2 * 2 * 33 * 33 * (16 + 16)
+
+
+def test_the_mechanism_uses_it_or_says_why_not(device: torch.device) -> None:
+    q, k, v = (draw(device, torch.float32, 1, 2, 20, 8, seed=s) for s in range(3))
+    fused, plain = create_attention("relu_quadratic"), create_attention("relu_quadratic", impl="reference")
+    fused.impl = "triton"
+    assert error(fused(q, k, v), plain(q, k, v)) < 1e-5
+    bias = torch.zeros(1, 2, 20, 20, device=device)
+    with pytest.raises(LinvitError, match="no place for a bias"):
+        fused(q, k, v, bias=bias)
+    fused.impl = "auto"
+    assert error(fused(q, k, v, bias=bias), plain(q, k, v)) < 1e-5
+    assert "wider than 256" in (why_not(*(torch.empty(1, 1, 2, 257, device=device) for _ in range(3))) or "")
+    assert "float64" in (why_not(q.double(), k.double(), v.double()) or "")
+
+
+@pytest.mark.parametrize("tokens, keys, dtype", [(300, 600, torch.float32), (7, 7, torch.bfloat16)])
+def test_tiles_on_the_cpu(tokens: int, keys: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relu_quadratic_cpu, "TILE_NUMBERS", 2**13)
+    cpu = torch.device("cpu")
+    q, k, v = draw(cpu, dtype, 2, 2, tokens, 8), draw(cpu, dtype, 2, 2, keys, 8), draw(cpu, dtype, 2, 2, keys, 12)
+    mask, grad = draw(cpu, torch.float32, 2, keys) > -1, draw(cpu, dtype, 2, 2, tokens, 12, seed=5)
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    truth = reference(*exact, mask)
+    assert error(relu_quadratic_cpu.forward(q, k, v, mask), truth) < LIMITS[dtype]
+    found = [torch.empty_like(t) for t in (q, k, v)]
+    relu_quadratic_cpu.backward(grad, q, k, v, mask, *found)
+    for ours, exactly in zip(found, torch.autograd.grad(truth, exact, grad.double()), strict=True):
+        assert error(ours, exactly) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("home", [relu_quadratic_cpu])
+def test_memory_is_linear_on_the_cpu(home: ModuleType) -> None:
+    cpu = torch.device("cpu")
+
+    def peak(tokens: int) -> int:
+        q, k, v, grad = (draw(cpu, torch.float32, 1, 2, tokens, 16, seed=s) for s in range(4))
+
+        def both() -> None:
+            home.forward(q, k, v, None)
+            home.backward(grad, q, k, v, None, *(torch.empty_like(t) for t in (q, k, v)))
+
+        return peak_memory(both, cpu)
+
+    assert peak(4096) < 2.2 * peak(2048)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [785, 1025, 3137])
+@pytest.mark.parametrize("dim", [16, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_real_sizes(device: torch.device, tokens: int, dim: int, dtype: torch.dtype) -> None:
+    limit = 1e-2 if dtype == torch.bfloat16 else None
+    check(*(draw(device, dtype, 2, 3, tokens, dim, seed=s) for s in range(3)), limit=limit)
+
+
+@pytest.mark.gpu
+def test_memory_is_linear(device: torch.device) -> None:
+    def peak(tokens: int) -> int:
+        packed = torch.randn(1, tokens, 3, 6, 64, device=device, dtype=torch.bfloat16).requires_grad_()
+        return peak_memory(lambda: relu_quadratic(*packed.permute(2, 0, 3, 1, 4).unbind(0)).sum().backward(), device)
+
+    assert peak(8192) < 2.2 * peak(4096)
