@@ -39,6 +39,9 @@ from linvit.attention.mechanism import Call, Shape, Size, regroup, run
 from linvit.attention.normalisers import RowSum, Unnormalised
 from linvit.attention.registry import register
 from linvit.errors import LinvitError, unknown
+from linvit.kernels import linear
+from linvit.kernels import mobile as kernel
+from linvit.kernels.linear import Formula
 
 GATES = ("se", "glu")
 
@@ -115,6 +118,26 @@ class Mobile(LinearAttention):
         if v.shape[1] * v.shape[3] % heads:
             raise LinvitError(f"the {v.shape[1]}·{v.shape[3]} channels of v do not divide into mobile's {heads} heads")
         return regroup(super().core(q, k, regroup(v, heads), call), v.shape[1])
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        small = self.small_head_dim or q.shape[3]
+        if self.competition:
+            why = kernel.why_not(q, k, v, small)
+            if why is None:
+                released = self.variant == "released"
+                out = kernel.mobile(q, k, v, small, released=released, eps=self.eps, mask=call.mask)
+                return self.finish(out, q, k, v, call).to(v.dtype)
+        else:
+            heads, formula = self.small_heads(q.shape[1], q.shape[3]), Formula("sigmoid", row_sum=True, eps=self.eps)
+            small_q, small_k, small_v = (regroup(t, heads) for t in (q, k, v))
+            why = linear.why_not(small_q, small_k, small_v, formula)
+            if why is None:
+                out = linear.linear_attention(small_q, small_k, small_v, formula, call.mask)
+                out = regroup(out, v.shape[1])
+                return self.finish(out, q, k, v, call).to(v.dtype)
+        if self.impl == "triton":
+            raise LinvitError(f"{self.name} cannot run on the Triton kernel: {why}")
+        return None
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.gate is None:
