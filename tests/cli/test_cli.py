@@ -30,6 +30,7 @@ VERBS = {
         *("--budget", "--output", "--resume", "--from", "--json"),
     },
     "bench scaling": {"--mechanism", "--tokens", "--json"},
+    "show masks": {"run", "--output", "--json"},
 }
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from linvit.cli import bench, convert, tables, theory
+from linvit.cli import bench, convert, show, tables, theory
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
 from linvit.version import __version__
@@ -71,3 +71,4 @@ app.command("tables")(tables.tables)
 app.command("theory")(theory.theory)
 app.command("convert")(convert.convert)
 app.add_typer(bench.app, name="bench")
+app.add_typer(show.app, name="show")

@@ -22,8 +22,9 @@ CHOICES = {
     "distillation": ("none", "soft", "hard", "token"),
     "precision": ("fp32", "bf16", "fp16"),
     "compile": ("auto", "off", "default", "reduce-overhead", "max-autotune"),
-    "objective": ("alignment", "features", "supervised"),
 }
+OBJECTIVES = ("alignment", "features", "supervised")
+INPUTS = ("teacher", "student")
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,12 @@ class Stage:
     epochs: float = 1
     lr: float | None = None  # None: the recipe's
     trainable: str = "all"  # all, attention (the hosts), mechanism (what conversion added), or a regular expression
+    inputs: str = "teacher"  # of alignment: what the layers see is the teacher's or the student's own
+    logits: float = 0  # of features: weight of the distance between the logits, at the recipe's temperature
 
     def __post_init__(self) -> None:
-        check(self, "objective")
+        check("objective", self.objective, OBJECTIVES)
+        check("kind of inputs", self.inputs, INPUTS)
         if not 0 < self.epochs < math.inf:
             raise LinvitError(f"stage {self.name} has {self.epochs} epochs: it needs some, or leave the stage out")
 
@@ -116,9 +120,8 @@ class Config:
     checkpoint_seconds: float = 60  # at least this between two; 0: at every step
 
     def __post_init__(self) -> None:
-        for name in CHOICES:
-            if name != "objective":
-                check(self, name)
+        for name, known in CHOICES.items():
+            check(name.replace("_", " "), getattr(self, name), known)
         positive = ("lr", "epochs", "batch_size", "accumulate", "eval_epochs", "log_steps", "temperature")
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:
@@ -168,9 +171,9 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def check(owner: Config | Stage, name: str) -> None:
-    if getattr(owner, name) not in CHOICES[name]:
-        raise unknown(name.replace("_", " "), getattr(owner, name), CHOICES[name])
+def check(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise unknown(what, value, known)
 
 
 def override(config: Config, settings: Iterable[str]) -> Config:

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from linvit.conversion.rebuilding import layers_of, origin
 from linvit.conversion.saving import save
 from linvit.training.average import Average
 from linvit.training.checkpoints import Checkpoints, pack_optimiser, unpack_optimiser
@@ -34,6 +35,8 @@ class Keeper:
     ) -> None:
         self.accelerator, self.model, self.average, self.masks = accelerator, model, average, masks
         self.folder, self.seconds = folder, seconds
+        if folder is not None:
+            origin(model, None, None, layers_of(model))  # whether it can be saved: better known now than in the end
         self.checkpoints = Checkpoints(folder / "checkpoints", fingerprint) if folder else None
         self.best: Restored | None = None
         self.best_is_new = False

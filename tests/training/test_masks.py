@@ -1,0 +1,52 @@
+"""Castling's masks are logged for every step and layer and annealed where they do not empty."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import linvit
+from linvit.attention.castling import Castling
+from linvit.training.logs import read_log
+from linvit.training.masks import Masks
+from tests.training.toys import engine, small_model, train
+
+
+def castled(threshold: float | None = 0.1) -> torch.nn.Module:
+    model = small_model()
+    linvit.convert(model, "castling", input_size=(8, 8), threshold=threshold)
+    return model
+
+
+def test_the_branch_is_annealed_to_nothing(tmp_path: Path) -> None:
+    model = castled()
+    train(model, tmp_path, epochs=4, sparse_anneal=0.5, log_steps=3)
+    kept = [record["kept"] for record in read_log(tmp_path) if record["kind"] == "train"]
+    shares = [row for item in kept for row in item["share"]]
+    assert len(shares) == 16 and all(len(row) == 2 for row in shares), "every step, every layer"
+    assert kept[0]["layers"] == ["blocks.0.attn", "blocks.1.attn"] and kept[0]["first_step"] == 1
+    scales = [item["scale"] for item in kept]
+    assert scales[0] == 1 and scales[-1] == 0 and scales == sorted(scales, reverse=True)
+    assert all(m.sparse_scale == 0 for m in model.modules() if isinstance(m, Castling))
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():  # what was trained at the end is what is used
+        assert torch.allclose(model.train()(images), model.eval()(images), atol=1e-6)
+
+
+def test_a_mask_that_is_empty_is_left_alone(tmp_path: Path) -> None:
+    made, _ = train(castled(threshold=1.0), tmp_path, log_steps=1)
+    assert not made.masks.annealing and made.masks.scale(7) == 1
+    assert all(r["kept"]["share"] == [[0, 0]] for r in read_log(tmp_path) if r["kind"] == "train")
+
+
+def test_scale_is_half_a_cosine() -> None:
+    masks = Masks(castled(), anneal=0.4, empty=0.0, steps=10)
+    masks.annealing = True
+    assert masks.due(5) and not masks.due(4)
+    assert [round(masks.scale(step), 4) for step in range(6, 10)] == [0.8536, 0.5, 0.1464, 0]
+
+
+def test_other_models_have_no_masks() -> None:
+    made = engine(small_model("stella"))
+    assert not made.masks.names and made.masks.take_history(3) is None
