@@ -1,0 +1,1 @@
+"""Tasks: data, head, loss and metric of each thing a model is trained for."""

@@ -1,0 +1,202 @@
+"""Labelled images by name: the built-in digits, an image folder, an archive of one, and timm's named sets.
+
+    open_images("digits", "train")
+    open_images("imagenette128.tar", "validation")
+    open_images("torch/cifar10", "train", root="cifar", download=True)
+
+Whatever the source, what comes out is `Images`: pictures by index, with their classes known and checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from timm.data import create_dataset
+from timm.data.dataset import IterableImageDataset
+from torch.utils.data import Dataset
+
+from linvit.errors import LinvitError, unknown
+from linvit.tasks.classify.readers import TarReader, check_path, folder_reader
+
+PREFIXES = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets"}
+PREFIXES |= {"wds": "webdataset"}  # the package that each kind of set needs
+STREAMS = ("wds", "tfds", "hfids")
+
+
+class Images(Dataset):
+    """One split: pictures and labels by index.
+
+    `source` gives `(picture or file, label)` by index. `classes` are the names where the set has them; `labels` all
+    labels where they are known without decoding.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Any,
+        *,
+        classes: Sequence[str] = (),
+        labels: Sequence[int] | None = None,
+        filenames: Any = None,
+    ) -> None:
+        self.name = name
+        self.source = source
+        self.classes = tuple(classes)
+        self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
+        self.filenames = filenames
+        if self.labels is not None and len(self.labels):
+            self.check_labels(self.labels)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        """The decoded picture and its label; an unreadable one is an error that names its file."""
+        try:
+            picture, label = self.source[index][:2]
+            if not isinstance(picture, Image.Image):
+                picture = Image.open(picture)
+            picture.load()
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise LinvitError(f"cannot read image {self.filename(index)}: {first_line(error)}") from None
+        return picture, int(label)
+
+    def filename(self, index: int) -> str:
+        return str(self.filenames(index)) if self.filenames is not None else f"{index} of {self.name}"
+
+    @property
+    def class_count(self) -> int | None:
+        """How many classes there are, where the set says so."""
+        if self.classes:
+            return len(self.classes)
+        return None if self.labels is None else int(self.labels.max()) + 1
+
+    def check_labels(self, labels: np.ndarray) -> None:
+        """Labels count from 0 to the number of classes; anything else would index past the model's outputs."""
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or (self.classes and high >= len(self.classes)):
+            outside = low if low < 0 else high
+            most = f"0 to {len(self.classes) - 1}" if self.classes else "0 upwards"
+            raise LinvitError(f"{self.name} has label {outside}: labels must run from {most}")
+
+
+class Stream:
+    """A split that can only be read in order (WebDataset and the like): timm's iterable dataset, opened per pass."""
+
+    classes: tuple[str, ...] = ()
+    class_count: int | None = None
+
+    def __init__(self, name: str, split: str, root: str | None, options: dict[str, Any]) -> None:
+        self.name, self.split, self.root, self.options = name, split, root, options
+
+    def open(self, *, training: bool, batch_size: int = 1, seed: int = 0) -> IterableImageDataset:
+        passes = {"is_training": training, "batch_size": batch_size, "seed": seed}
+        return open_timm(self.name, self.split, self.root, **passes, **self.options)
+
+    def __len__(self) -> int:
+        return len(self.open(training=False))
+
+
+def open_images(
+    data: str | Path,
+    split: str = "train",
+    *,
+    root: str | Path | None = None,
+    classes: dict[str, int] | None = None,
+    **options: Any,
+) -> Images | Stream:
+    """A split of a set. `classes` is the numbering of the training set, which a validation set must share; `options`
+    go to timm's `create_dataset` for named sets."""
+    name = str(data)
+    prefix = name.split("/")[0]
+    if name == "digits":
+        return digits(split)
+    if prefix in PREFIXES and "/" in name and not Path(name).exists():
+        folder = None if root is None else str(root)
+        if prefix in STREAMS:
+            return Stream(name, split, folder, options)
+        return named(name, open_timm(name, split, folder, **options))
+    path = Path(data) if root is None else Path(root) / data
+    check_path(path)
+    reader: Any
+    if path.is_dir():
+        reader = folder_reader(path, split, classes)
+    elif path.suffix in (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst"):
+        reader = TarReader(path, split, classes)
+    else:
+        raise LinvitError(f"{path} is neither an image folder nor a .tar archive")
+    labels = [label for _, label in reader.samples]
+    filenames = lambda index: reader.filename(index, absolute=True)  # noqa: E731
+    return Images(name, reader, classes=tuple(reader.class_to_idx), labels=labels, filenames=filenames)
+
+
+def open_data(data: str | Path, *, root: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
+    """The training and the validation split of a set, with the same classes."""
+    train = open_images(data, "train", root=root, **options)
+    numbering = getattr(getattr(train, "source", None), "class_to_idx", None)
+    return train, open_images(data, "validation", root=root, classes=numbering, **options)
+
+
+def check_outputs(images: Images | Stream, outputs: int) -> None:
+    """Whether a model has an output for every class."""
+    if images.class_count is not None and images.class_count > outputs:
+        raise LinvitError(
+            f"{images.name} has {images.class_count} classes, the model {outputs} outputs: "
+            f"create it with num_classes={images.class_count}"
+        )
+
+
+def open_timm(name: str, split: str, root: str | None, **options: Any) -> Any:
+    """timm's dataset of this name, with what goes wrong in one line."""
+    prefix = name.split("/")[0]
+    try:
+        return create_dataset(name, root=root, split=split, **options)
+    except (ImportError, NameError) as error:
+        raise LinvitError(f"{name} needs the package {PREFIXES[prefix]}: {first_line(error)}") from None
+    except Exception as error:  # whatever the set's own library raises
+        text = first_line(error)
+        if "Please install" in text:
+            raise LinvitError(f"{name} needs the package {PREFIXES[prefix]}, which is not installed") from None
+        raise LinvitError(f"cannot open {name}: {text}") from None
+
+
+def named(name: str, dataset: Any) -> Images:
+    """A set that timm opened: torchvision's own class, or timm's around a reader."""
+    reader = getattr(dataset, "reader", None)
+    labels = getattr(dataset, "targets", None)
+    names = getattr(dataset, "classes", None) or getattr(reader, "class_to_idx", None) or ()
+    return Images(name, reader if reader is not None else dataset, classes=tuple(names), labels=labels)
+
+
+class Digits:
+    """scikit-learn's 1,797 digits of 8×8 pixels, which need no download; every fifth is for validation."""
+
+    def __init__(self, split: str) -> None:
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        validation = np.arange(len(found.target)) % 5 == 0
+        chosen = validation if split in ("validation", "val", "test") else ~validation
+        self.pixels = np.round(found.images[chosen] * (255 / 16)).astype(np.uint8)
+        self.targets = found.target[chosen]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self.pixels[index]), int(self.targets[index])
+
+
+def digits(split: str) -> Images:
+    if split not in ("train", "validation", "val", "test"):
+        raise unknown("split", split, ("train", "validation"))
+    source = Digits(split)
+    return Images("digits", source, classes=[str(i) for i in range(10)], labels=source.targets)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,47 @@
+"""Which images a process sees in which step, from a seed and the epoch alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from linvit.errors import LinvitError
+from linvit.tasks.classify.preprocessing import seed_of
+
+
+@dataclass(frozen=True)
+class Order:
+    """Training shuffles, and leaves out what does not fill a batch over all processes. Evaluation takes every image
+    once and in its order, image i in process i mod `world`."""
+
+    count: int
+    batch: int  # images a step in this process
+    seed: int = 0
+    rank: int = 0
+    world: int = 1
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        if self.training and self.count < self.batch * self.world:
+            raise LinvitError(f"the set has {self.count} images, less than one batch of {self.batch * self.world}")
+
+    @property
+    def batches(self) -> int:
+        """Steps per epoch for this process."""
+        if self.training:
+            return self.count // (self.batch * self.world)
+        return -(-len(range(self.rank, self.count, self.world)) // self.batch)
+
+    @property
+    def images(self) -> int:
+        """Images per epoch over all processes."""
+        return self.batches * self.batch * self.world if self.training else self.count
+
+    def epoch(self, epoch: int) -> list[torch.Tensor]:
+        """The indices of each step."""
+        if not self.training:
+            return list(torch.arange(self.rank, self.count, self.world).split(self.batch))
+        draw = torch.Generator().manual_seed(seed_of(self.seed, epoch))
+        whole = torch.randperm(self.count, generator=draw)[: self.images]
+        return list(whole.view(self.batches, self.world, self.batch)[:, self.rank])

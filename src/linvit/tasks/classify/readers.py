@@ -1,0 +1,157 @@
+"""Image folders and archives of them, with every mistake in them found before the training starts.
+
+timm's readers are lenient: a class folder without images vanishes, and with it the numbering of the classes; a class of
+the validation set that training does not know is left out in silence. Here both are errors.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+
+from timm.data.readers.img_extensions import get_img_extensions
+from timm.data.readers.reader import Reader
+from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.utils.misc import natural_key
+
+from linvit.errors import LinvitError
+
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid", "eval", "evaluation", "test"),
+}
+
+
+def split_names(split: str) -> tuple[str, ...]:
+    """The folder names a split may have, the one asked for first."""
+    for names in SPLITS.values():
+        if split in names:
+            return (split, *(name for name in names if name != split))
+    return (split,)
+
+
+def choose_split(folders: Iterable[str], split: str, where: str) -> str | None:
+    """The folder of a split; None where there are no splits at all and the folder itself is one."""
+    present = set(folders)
+    found = next((name for name in split_names(split) if name in present), None)
+    if found is None and present & {name for names in SPLITS.values() for name in names}:
+        raise LinvitError(f"{where} has no folder for the split '{split}' (looked for {', '.join(split_names(split))})")
+    return found
+
+
+def check_path(path: Path) -> None:
+    """A path that exists, or an error with the nearest one that does."""
+    if path.exists():
+        return
+    parent = path.absolute()
+    while not parent.exists():
+        missing, parent = parent.name, parent.parent
+    close = get_close_matches(missing, [entry.name for entry in parent.iterdir()], n=1, cutoff=0.5)
+    hint = f"did you mean {parent / close[0]}?" if close else f"{parent} exists, '{missing}' in it does not"
+    raise LinvitError(f"no data at {path}; {hint}")
+
+
+def number_classes(names: Iterable[str]) -> dict[str, int]:
+    """Class names in timm's order."""
+    return {name: i for i, name in enumerate(sorted(set(names), key=natural_key))}
+
+
+def check_classes(found: set[str], classes: dict[str, int] | None, where: str) -> None:
+    """Whether a split has the classes that training has."""
+    if classes is None:
+        return
+    missing = sorted(classes.keys() - found, key=natural_key)
+    if missing:
+        raise LinvitError(f"{where} has no image of class '{missing[0]}'{more(missing)}, which the training set has")
+    extra = sorted(found - classes.keys(), key=natural_key)
+    if extra:
+        raise LinvitError(f"{where} has class '{extra[0]}'{more(extra)}, which the training set has not")
+
+
+def more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> ReaderImageFolder:
+    """timm's reader of an image folder, `root/split/class/*.jpg` or `root/class/*.jpg`."""
+    chosen = choose_split((entry.name for entry in root.iterdir() if entry.is_dir()), split, str(root))
+    where = root / chosen if chosen else root
+    types = get_img_extensions(as_set=True)
+    folders = [entry for entry in sorted(where.iterdir()) if entry.is_dir()]
+    if not folders:
+        raise LinvitError(f"{where} has no class folders: images belong in {where}/CLASS/")
+    for folder in folders:
+        files = (name for _, _, names in os.walk(folder, followlinks=True) for name in names)
+        if not any(os.path.splitext(name)[1].lower() in types for name in files):
+            raise LinvitError(f"class folder {folder} holds no image: fill it or remove it")
+    reader = ReaderImageFolder(str(where))
+    check_classes(set(reader.class_to_idx), classes, str(where))
+    return reader
+
+
+class TarReader(Reader):
+    """An archive of an image folder, `name/split/class/*.jpg` or less deep, read in place.
+
+    timm's own tar reader makes one class of each innermost folder, over all splits. This one reads by offset, so that
+    threads and worker processes can share it.
+    """
+
+    def __init__(self, path: Path, split: str, classes: dict[str, int] | None = None) -> None:
+        super().__init__()
+        self.path = path
+        found = [(PurePosixPath(name), start, size) for name, start, size in images_in(path)]
+        if not found:
+            raise LinvitError(f"{path} holds no image")
+        depth = len(os.path.commonpath([name.parent for name, *_ in found]).split("/")) if shared(found) else 0
+        chosen = choose_split({name.parts[depth] for name, *_ in found}, split, str(path))
+        if chosen:
+            found = [row for row in found if row[0].parts[depth] == chosen]
+        where = f"{path} ({chosen})" if chosen else str(path)
+        names = {name.parent.name for name, *_ in found}
+        check_classes(names, classes, where)
+        self.class_to_idx = classes or number_classes(names)
+        found.sort(key=lambda row: natural_key(str(row[0])))
+        self.samples = [(str(name), self.class_to_idx[name.parent.name]) for name, *_ in found]
+        self.places = [(start, size) for _, start, size in found]
+        self.file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
+        if self.file is None or self.file[0] != os.getpid():
+            self.file = (os.getpid(), os.open(self.path, os.O_RDONLY))
+        start, size = self.places[index]
+        return io.BytesIO(os.pread(self.file[1], size, start)), self.samples[index][1]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "file": None}
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        name = self.samples[index][0]
+        return os.path.basename(name) if basename else f"{self.path}:{name}" if absolute else name
+
+
+def shared(found: list[tuple[PurePosixPath, int, int]]) -> bool:
+    """Whether all images lie in one folder that is neither a split nor a class."""
+    common = os.path.commonpath([name.parent for name, *_ in found])
+    return bool(common) and all(len(name.parts) > len(common.split("/")) + 1 for name, *_ in found)
+
+
+def images_in(path: Path) -> list[tuple[str, int, int]]:
+    """The images of an uncompressed archive: name, first byte, size."""
+    types = get_img_extensions(as_set=True)
+    try:
+        with tarfile.open(path, "r:") as archive:
+            members = [member for member in archive if member.isfile()]
+    except tarfile.CompressionError:
+        raise LinvitError(f"{path} is compressed: unpack it, or pack it again without compression") from None
+    except tarfile.TarError as error:
+        hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else ""
+        raise LinvitError(f"{path} cannot be read as an archive: {error}{hint}") from None
+    names = [(member.name.removeprefix("./"), member) for member in members]
+    return [(n, m.offset_data, m.size) for n, m in names if os.path.splitext(n)[1].lower() in types]

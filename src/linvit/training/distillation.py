@@ -1,0 +1,173 @@
+"""Distillation: a student learns what a teacher says of the same augmented images.
+
+soft    KL divergence at a temperature, times its square (Hinton)
+hard    cross entropy with the teacher's choice as the label (DeiT)
+token   hard, for the distillation head of a distilled model, while the class head learns from the labels (DeiT)
+
+Features of inner modules can be matched beside it. Where widths differ, the student's features are first mapped to the
+teacher's by the linear map that fits this batch best: there is nothing to train, to save or to forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linvit.conversion import load
+from linvit.errors import LinvitError, unknown
+from linvit.training.losses import Supervised, accuracy, logits_of
+from linvit.training.taps import Taps
+
+KINDS = ("soft", "hard", "token")
+RIDGE = 1e-4
+
+
+class Teacher:
+    """A model that is asked and never changed. It runs in its parameters' own precision, or in `precision` by autocast,
+    which saves time where the student trains in half precision anyway."""
+
+    def __init__(self, model: nn.Module, *, precision: torch.dtype | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.precision = precision
+        self.dtype = next(model.parameters()).dtype
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The logits."""
+        with torch.no_grad(), self.arithmetic(images):
+            return logits_of(self.model(images.to(self.dtype))).float()
+
+    def arithmetic(self, like: Tensor) -> AbstractContextManager[Any]:
+        lowered = self.precision is not None and self.precision != self.dtype
+        return torch.autocast(like.device.type, dtype=self.precision if lowered else None, enabled=lowered)
+
+
+def open_teacher(source: str | Path, *, pretrained: bool = True, **options: Any) -> nn.Module:
+    """A teacher by name: a folder that `linvit.save` wrote, or a timm model, pretrained."""
+    if Path(source).is_dir():
+        return load(source)
+    if not timm.is_model(str(source).removeprefix("hf-hub:").split(".")[0]) and ":" not in str(source):
+        raise unknown("teacher", str(source), timm.list_models())
+    try:
+        return timm.create_model(str(source), pretrained=pretrained, **options)
+    except (OSError, RuntimeError) as error:
+        raise LinvitError(f"teacher {source} cannot be loaded: {str(error).splitlines()[0]}") from None
+
+
+def check_teacher(teacher: nn.Module, student: nn.Module) -> None:
+    """Whether both speak of the same number of classes, as far as they say how many."""
+    theirs, ours = (getattr(model, "num_classes", None) for model in (teacher, student))
+    if theirs and ours and theirs != ours:
+        raise LinvitError(f"the teacher has {theirs} classes, the student {ours}: choose a teacher of the same classes")
+
+
+class Distillation:
+    """The objective. `weight` is the teacher's share of the loss, the rest is the labels'. `features` names modules,
+    the same in both models or the student's with the teacher's, and is added with `feature_weight`."""
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        student: nn.Module,
+        *,
+        kind: str = "soft",
+        weight: float = 0.5,
+        temperature: float = 1.0,
+        supervised: Supervised | None = None,
+        features: Sequence[str] | Mapping[str, str] = (),
+        feature_weight: float = 1.0,
+    ) -> None:
+        if kind not in KINDS:
+            raise unknown("distillation", kind, KINDS)
+        check_teacher(teacher.model, student)
+        if kind == "token":
+            distilled = getattr(student, "set_distilled_training", None)
+            if distilled is None:
+                raise LinvitError(f"token distillation needs a distilled model: {type(student).__name__} has one head")
+            distilled(True)
+        self.teacher, self.kind, self.weight, self.temperature = teacher, kind, weight, temperature
+        self.supervised = supervised or Supervised()
+        pairs = dict(features) if isinstance(features, Mapping) else {name: name for name in features}
+        self.pairs, self.feature_weight = pairs, feature_weight
+        self.ours, self.theirs = Taps(student, pairs), Taps(teacher.model, set(pairs.values()))
+
+    def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        self.theirs.listen()
+        wanted = self.teacher(images)
+        self.ours.listen()
+        output = model(images)
+        seen, shown = self.ours.take()[1], self.theirs.take()[1]
+        logits, heard = self.heads(output)
+        check_logits(heard, wanted)
+        labels = self.supervised.measure(logits, targets)
+        taught = self.compare(heard, wanted)
+        loss = (1 - self.weight) * labels + self.weight * taught
+        entries = {"accuracy": accuracy(logits, targets), "labels": labels.detach(), "distillation": taught.detach()}
+        if self.pairs:
+            errors = [feature_error(seen[ours], shown[theirs]) for ours, theirs in self.pairs.items()]
+            entries["features"] = torch.stack(errors).mean().detach()
+            loss = loss + self.feature_weight * torch.stack(errors).mean()
+        return {"loss": loss, **entries}
+
+    def heads(self, output: Any) -> tuple[Tensor, Tensor]:
+        """The logits that learn from the labels, and those that learn from the teacher."""
+        if self.kind != "token":
+            logits = logits_of(output)
+            return logits, logits
+        if not isinstance(output, tuple):
+            raise LinvitError("token distillation needs both heads: the model must be in training mode")
+        return output[0], output[1]
+
+    def compare(self, heard: Tensor, wanted: Tensor) -> Tensor:
+        if self.kind == "soft":
+            return divergence(heard, wanted, self.temperature)
+        return F.cross_entropy(heard.float(), wanted.argmax(-1))
+
+
+def check_logits(heard: Tensor, wanted: Tensor) -> None:
+    """The number of classes again, where the models did not say it."""
+    if heard.shape[-1] != wanted.shape[-1]:
+        classes = f"{wanted.shape[-1]} classes, the student {heard.shape[-1]}"
+        raise LinvitError(f"the teacher has {classes}: choose a teacher of the same classes")
+
+
+def divergence(heard: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(teacher ‖ student) at a temperature, times its square, so that gradients keep their size."""
+    ours = F.log_softmax(heard.float() / temperature, dim=-1)
+    theirs = F.log_softmax(wanted.float() / temperature, dim=-1)
+    return F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * temperature**2
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The squared error over the variance of what is wanted, over images: 0 is perfect, 1 as good as the mean.
+
+    So layers of any scale weigh the same, and what is the same in every image does not hide what is not."""
+    ours, theirs = ours.float(), theirs.float()
+    centre = theirs.mean(0, keepdim=True) if len(theirs) > 1 else torch.zeros_like(theirs)
+    return (ours - theirs).square().mean() / (theirs - centre).square().mean().clamp(min=1e-12)
+
+
+def feature_error(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The relative error of features, after the best linear map where the widths differ. Channels come last in
+    sequences and first, after the batch, in pictures."""
+    if ours.ndim == 4 and theirs.ndim == 4 and ours.shape[2:] == theirs.shape[2:]:
+        ours, theirs = ours.flatten(2).transpose(1, 2), theirs.flatten(2).transpose(1, 2)
+    if ours.shape[:-1] != theirs.shape[:-1]:
+        raise LinvitError(f"features {tuple(ours.shape)} and {tuple(theirs.shape)} are not of the same places")
+    if ours.shape[-1] != theirs.shape[-1]:
+        ours = ours.float() @ best_map(ours.detach().flatten(0, -2).float(), theirs.flatten(0, -2).float())
+    return relative_error(ours, theirs)
+
+
+def best_map(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The matrix that maps one set of rows to the other with the least squared error, with a small ridge."""
+    with torch.autocast(ours.device.type, enabled=False):
+        gram = ours.T @ ours
+        ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device, dtype=gram.dtype)
+        return torch.linalg.solve_ex(gram + ridge, ours.T @ theirs)[0]
