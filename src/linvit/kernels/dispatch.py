@@ -11,13 +11,10 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@torch.compiler.assume_constant_result
 def no_kernels_on(device: torch.device) -> str | None:
     """Why no Triton kernel can run on this device, or None where they can."""
     return _no_kernels_on(device)
-
-
-# What torch.compiler.assume_constant_result does, without the seconds that importing torch._dynamo for it takes.
-no_kernels_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)
