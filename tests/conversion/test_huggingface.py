@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,12 @@ def test_padded_tokens_are_left_out() -> None:
             assert not torch.allclose(masked, out(model, image()))
             if plan == "softmax":
                 torch.testing.assert_close(masked, original(image(), attention_mask=mask).last_hidden_state)
+
+
+def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "linvit.conversion.huggingface", None)
+    with pytest.raises(LinvitError, match=r"too old .*: pip install linvit\[transformers\]"):
+        linvit.convert(CASES[0].build(), "stella")
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

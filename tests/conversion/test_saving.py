@@ -88,6 +88,8 @@ def test_a_model_that_cannot_be_told_is_refused_before_anything_is_written(tmp_p
     model.blocks[0].norm1.eps = 1e-3
     with pytest.raises(LinvitError, match=r"blocks.0.norm1.eps is 0.001, not 1e-06"):
         save(model, tmp_path / "m")
+    with pytest.raises(LinvitError, match=r"pos_embed is .*; give model_args={'img_size': …}"):
+        save(timm.create_model("volo_d1_224", img_size=256), tmp_path / "m")
     with pytest.raises(LinvitError, match="no timm name"):
         save(nn.Linear(2, 2), tmp_path / "m")
     with pytest.raises(LinvitError, match="did you mean deit_tiny_patch16_224"):

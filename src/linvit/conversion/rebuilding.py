@@ -91,7 +91,7 @@ def origin(
         with torch.device("meta"):
             again = build(name, found)
             install_layers(again, rows)
-        return prove(model, again, name, found)
+        return prove(model, again, name, found, "it was changed after it was built")
     noted = getattr(model, "linvit_origin", {})
     name = name or noted.get("name") or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not name:
@@ -101,15 +101,21 @@ def origin(
         found = {**known, **discover(model, build(name, known))}
         again = build(name, found)
         install_layers(again, rows)
-    return prove(model, again, name, found)
+    lacking = "'img_size': …" if "img_size" in parameters(inner(again)) - found.keys() else "…"
+    return prove(model, again, name, found, f"give model_args={{{lacking}}}")
 
 
-def prove(model: nn.Module, again: nn.Module, name: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def prove(model: nn.Module, again: nn.Module, name: str, args: dict[str, Any], hint: str) -> tuple[str, dict[str, Any]]:
     """The name and the arguments, if they built the same model."""
     difference = next(differences(model, again), None)
     if difference:
-        raise LinvitError(f"{name} built with {args} is not this model: {difference}; give model_args={{…}}")
+        raise LinvitError(f"{name} built with {args} is not this model: {difference}; {hint}")
     return name, args
+
+
+def parameters(model: nn.Module) -> set[str]:
+    """What the constructor of a model takes, those of its base classes included."""
+    return {parameter for cls in type(model).__mro__[:-1] for parameter in inspect.signature(cls).parameters}
 
 
 def hugging(model: nn.Module) -> bool:
@@ -166,7 +172,7 @@ def discover(model: nn.Module, built: nn.Module) -> dict[str, Any]:
         info: Any = model.feature_info
         found |= {"features_only": True, "out_indices": tuple(info.out_indices)}
     mine, theirs = inner(model), inner(built)
-    taken = {parameter for cls in type(theirs).__mro__[:-1] for parameter in inspect.signature(cls).parameters}
+    taken = parameters(theirs)
     for argument, read in READERS.items():
         try:
             value, default = read(mine), read(theirs)

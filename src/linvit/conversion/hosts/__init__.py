@@ -42,6 +42,7 @@ from linvit.conversion.hosts.visformer import VisformerHost
 from linvit.conversion.hosts.vit import ViTHost
 from linvit.conversion.hosts.volo import VOLOClassHost, VOLOHost
 from linvit.conversion.hosts.xcit import XCAHost
+from linvit.errors import LinvitError
 
 HOSTS: tuple[type[Host], ...] = (
     ViTHost,
@@ -106,8 +107,10 @@ def host_for(module: nn.Module) -> type[Host] | None:
     if isinstance(module, Host):
         return type(module)
     if type(module).__module__.startswith("transformers."):
-        from linvit.conversion.huggingface import host_in_transformers
-
+        try:
+            from linvit.conversion.huggingface import host_in_transformers
+        except ImportError as error:
+            raise LinvitError(f"this transformers is too old ({error}): pip install linvit[transformers]") from None
         return host_in_transformers(module)
     return BY_ORIGINAL.get(type(module))
 
