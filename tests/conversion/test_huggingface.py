@@ -215,6 +215,10 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     linvit.save(model, tmp_path)
     path = tmp_path / "config.json"
     whole = path.read_text()
+    config = json.loads(whole)
+    for key in ("_attn_implementation", "attn_implementation"):  # transformers would fetch and run what this names
+        path.write_text(json.dumps({**config, "args": {**config["args"], key: "someone/kernels"}}))
+        assert "someone" not in str(linvit.load(tmp_path).config)
     path.write_text(whole.replace("transformers:ViTModel", "transformers:ViTModl"))
     with pytest.raises(LinvitError, match="did you mean ViTModel"):
         linvit.load(tmp_path)

@@ -191,6 +191,7 @@ ROW = {"name": "blocks.0.attn", "mechanism": "stella", "options": {}, "grid": No
         ({"model": None}, "damaged: 'model' is None"),
         ({"dtype": "nn"}, "damaged: 'dtype' is 'nn'"),
         ({"args": {"depht": 2}}, "cannot be built with"),
+        ({"args": {"checkpoint_path": "evil.pth"}}, "asks for other weights than its own by 'checkpoint_path'"),
         ({"args": {}}, "the weights do not fit the config, beginning with blocks.0"),
         ({"layers": [3]}, "damaged: a layer is 3"),
         ({"layers": [{**ROW, "mechanism": "stela"}]}, "unknown mechanism 'stela'; did you mean stella"),

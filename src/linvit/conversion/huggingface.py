@@ -234,9 +234,16 @@ def build_model(name: str, config: dict[str, Any]) -> nn.Module:
         raise unknown("model of transformers", name, (n for n in dir(transformers) if n.endswith(("Model", "ation"))))
     kind: Any = cls.config_class
     try:
-        return cls(kind.from_dict(copy.deepcopy(config)))
+        return cls(kind.from_dict(harmless(config)))
     except (TypeError, ValueError, AttributeError) as error:
         raise LinvitError(f"transformers' {name} cannot be built from its config: {error}") from error
+
+
+def harmless(config: Any) -> Any:
+    """The config without what names an implementation of attention: transformers may fetch and run it by its name."""
+    if isinstance(config, dict):
+        return {key: harmless(value) for key, value in config.items() if "implementation" not in key}
+    return copy.deepcopy(config)
 
 
 def origin_of(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:

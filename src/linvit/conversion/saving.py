@@ -136,6 +136,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     for key, kind in KINDS.items():
         if not isinstance(config.get(key), kind):
             raise LinvitError(f"{path} is damaged: '{key}' is {config.get(key)!r}")
+    loading = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
+    if loading & config["args"].keys():
+        raise LinvitError(f"{path} asks for other weights than its own by '{min(loading & config['args'].keys())}'")
     for row in config["layers"]:
         if not isinstance(row, dict) or not {"name", "mechanism", "options", "grid", "dropped"} <= row.keys():
             raise LinvitError(f"{path} is damaged: a layer is {row!r}")
