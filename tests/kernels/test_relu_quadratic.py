@@ -197,7 +197,9 @@ def test_memory_is_linear_on_the_cpu(home: ModuleType) -> None:
 @pytest.mark.parametrize("dim", [16, 32, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_real_sizes(device: torch.device, tokens: int, dim: int, dtype: torch.dtype) -> None:
-    limit = 1e-2 if dtype == torch.bfloat16 else None
+    """Among millions of scores some are so near zero that rounding turns their sign, and with it a gradient on or off:
+    with a share p of them the error is √p, however exact the sums are."""
+    limit = {torch.float32: 1e-3, torch.bfloat16: 1e-2}.get(dtype)
     check(*(draw(device, dtype, 2, 3, tokens, dim, seed=s) for s in range(3)), limit=limit)
 
 

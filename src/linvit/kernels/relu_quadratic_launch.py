@@ -37,7 +37,8 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
     if width > 128:
         return Tiles(64, 32, 4, 2) if which != "keys" else Tiles(64, 32, 8, 2)
     if width > 64:
-        return Tiles(64, 32, 4, 3) if which == "keys" else Tiles(64, 64, 4, 3)
+        wide = {"forward": Tiles(64, 64, 4, 3), "keys": Tiles(64, 32, 4, 3), "queries": Tiles(128, 32, 8, 3)}
+        return wide[which]
     if which == "forward":
         return Tiles(128 if not few and (width < 64 or tokens >= MANY) else 64, 64, 4, 3)
     if which == "keys" and width == 64:
