@@ -17,7 +17,7 @@ REFUSED: dict[str, str] = {
     "LinearSelfAttention": "one score per token and one context vector for all: it is linear already, without queries",
     "MultiQueryAttentionV2": "no registered model uses it",
     "MultiScaleAttentionPoolFirst": "no registered model uses it",
-    "NonLocalAttn": "an embedded Gaussian over channels of a convolutional network, without heads or projected output",
+    "NonLocalAttn": "no registered model uses it",
     "OutlookAttention": "it predicts its weights over 3×3 neighbours from the centre alone: it has no keys",
     "SimpleCoordAttn": "a gate from row and column means: it has no queries and keys",
     "SpatialAttention": "a gate from convolutions: it has no queries and keys",
