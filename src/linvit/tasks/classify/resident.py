@@ -100,9 +100,7 @@ def decode_all(
     def one(index: int) -> None:
         picture, labels[index] = images[index]
         picture = picture.convert(preprocessing.mode)
-        pixels = square(picture, shape[-2:], resampling) if training else evaluate(picture)
-        values = torch.as_tensor(np.array(pixels))
-        pictures[index] = values if values.ndim == 3 and not training else channels_first(values)
+        pictures[index] = channels_first(square(picture, shape[-2:], resampling)) if training else evaluate(picture)
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress(f"decoding {images.name}", shape[0]) as advance:
         for _ in pool.map(one, range(shape[0])):
@@ -110,7 +108,8 @@ def decode_all(
     return pictures, labels
 
 
-def channels_first(values: Tensor) -> Tensor:
+def channels_first(picture: Image.Image) -> Tensor:
+    values = torch.from_numpy(np.array(picture))
     return values.permute(2, 0, 1) if values.ndim == 3 else values[None]
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -137,7 +136,7 @@ class Transformed(Dataset):
 
     def apply(self, picture: Image.Image, seed: int) -> Tensor:
         with seeded(seed):
-            return torch.as_tensor(np.asarray(self.transform(picture.convert(self.mode))))
+            return self.transform(picture.convert(self.mode))
 
 
 class Read(IterableDataset):

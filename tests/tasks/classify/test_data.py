@@ -1,0 +1,172 @@
+"""Sets by name, and every mistake in them as one line."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from linvit.errors import LinvitError
+from linvit.tasks.classify import Images, Preprocessing, Stream, check_outputs, open_data, open_images
+from linvit.tasks.classify.preprocessing import Augmentation, seed_of, seeded
+from linvit.training.recipes import recipe
+from tests.tasks.classify.pictures import archive, photographs
+
+
+def make_folder(root: Path, classes: tuple[str, ...] = ("cat", "dog10", "dog2"), each: int = 3) -> Path:
+    for split in ("train", "val"):
+        for name in classes:
+            (root / split / name).mkdir(parents=True)
+            for i, picture in enumerate(photographs()[:each]):
+                picture.save(root / split / name / f"{i}.png")
+    return root
+
+
+def make_archive(folder: Path, path: Path, prefix: str = "set") -> Path:
+    with tarfile.open(path, "w") as archive:
+        archive.add(folder, prefix)
+    return path
+
+
+def test_digits_are_split_without_overlap() -> None:
+    train, validation = open_data("digits")
+    assert (len(train), len(validation)) == (1437, 360)
+    assert train.class_count == validation.class_count == 10
+    assert set(validation.labels) == set(range(10))
+    picture, label = train[0]
+    assert picture.size == (8, 8) and label == int(train.labels[0])
+    assert np.array(picture).max() == 255
+
+
+def test_folder_and_archive_are_read_alike(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set")
+    packed = make_archive(folder, tmp_path / "set.tar")
+    bare = make_archive(folder, tmp_path / "bare.tar", prefix=".")
+    for split in ("train", "validation"):
+        there = open_images(folder, split)
+        assert there.classes == ("cat", "dog2", "dog10")  # timm's order counts numbers as numbers
+        for path in (packed, bare):
+            here = open_images(path, split)
+            assert here.classes == there.classes and here.labels.tolist() == there.labels.tolist()
+            for index in (0, 4, 8):
+                assert here[index][0].tobytes() == there[index][0].tobytes()
+        assert len(there) == 9
+
+
+def test_an_archive_without_splits_is_one_split(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set")
+    flat = make_archive(folder / "train", tmp_path / "flat.tar", prefix="pictures")
+    assert len(open_images(flat, "validation")) == len(open_images(folder / "train", "validation")) == 9
+
+
+def test_imagenette_is_read_in_place() -> None:
+    train, validation = open_data(archive())
+    assert (len(train), len(validation)) == (6000, 2000)
+    assert train.classes == validation.classes and len(train.classes) == 10
+    assert np.bincount(train.labels).tolist() == [600] * 10
+    assert train[123][0].size == (128, 128)
+
+
+def test_a_named_set_comes_through_timm(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set")
+    found = open_images("torch/image_folder", "train", root=folder)
+    assert isinstance(found, Images) and len(found) == 9 and found.class_count == 3
+    assert found[4][1] == 1
+    assert isinstance(open_images("wds/some", "train", root=tmp_path), Stream)
+
+
+def break_image(root: Path) -> Path:
+    path = root / "train" / "dog2" / "1.png"
+    path.write_bytes(path.read_bytes()[:200])
+    return root
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "pets")
+    (folder / "train" / "empty").mkdir()
+    lacking = make_folder(tmp_path / "lacking")
+    for file in (lacking / "val" / "dog2").iterdir():
+        file.unlink()
+    (lacking / "val" / "dog2").rmdir()
+    alien = make_folder(tmp_path / "alien")
+    (alien / "val" / "cat").rename(alien / "val" / "cow")
+    loose = tmp_path / "loose"
+    (loose / "train").mkdir(parents=True)
+    photographs()[0].save(loose / "train" / "a.png")
+    broken = break_image(make_folder(tmp_path / "broken"))
+    packed = make_archive(broken, tmp_path / "broken.tar")
+    compressed = tmp_path / "set.tar.gz"
+    with tarfile.open(compressed, "w:gz") as inside:
+        inside.add(broken, "set")
+    (tmp_path / "nothing.tar").write_bytes(io.BytesIO(b"x" * 2048).getvalue())
+    (tmp_path / "text.txt").write_text("no images")
+    only = make_folder(tmp_path / "only")
+    (only / "train").rename(only / "val2")
+    for message, attempt in {
+        r"class folder .*train/empty holds no image": lambda: open_images(folder, "train"),
+        r"no data at .*/pet; did you mean .*/pets\?": lambda: open_images(tmp_path / "pet", "train"),
+        r"'there' in it does not": lambda: open_images(tmp_path / "there" / "deep", "train"),
+        r"val has no image of class 'dog2', which the training set has": lambda: open_data(lacking),
+        r"val has no image of class 'cat'": lambda: open_data(alien),
+        r"has no class folders": lambda: open_images(loose, "train"),
+        r"cannot read image .*/train/dog2/1.png: .*(truncated|broken)": lambda: list_all(open_images(broken, "train")),
+        r"cannot read image .*broken.tar:set/train/dog2/1.png": lambda: list_all(open_images(packed, "train")),
+        r"cannot be read as an archive.*unpacked": lambda: open_images(compressed, "train"),
+        r"nothing.tar cannot be read as an archive": lambda: open_images(tmp_path / "nothing.tar", "train"),
+        r"neither an image folder nor a .tar archive": lambda: open_images(tmp_path / "text.txt", "train"),
+        r"no folder for the split 'train' \(looked for train, training\)": lambda: open_images(only, "train"),
+        r"unknown split 'trian'; did you mean train": lambda: open_images("digits", "trian"),
+        r"cannot open torch/cifar10: .*not found": lambda: open_images("torch/cifar10", "train", root=tmp_path),
+        r"cannot open torch/imagnet: Unknown": lambda: open_images("torch/imagnet", "train", root=tmp_path),
+        r"digits has 10 classes, the model 7 outputs: create it with num_classes=10": lambda: check_outputs(
+            open_images("digits"), 7
+        ),
+        r"set has label 3: labels must run from 0 to 1": lambda: Images("set", [], classes="ab", labels=[0, 3]),
+        r"set has label -1: labels must run from 0 upwards": lambda: Images("set", [], labels=[0, -1]),
+        r"takes 4 channels": lambda: Preprocessing((8, 8), (0.5,) * 4, (0.5,) * 4).mode,
+    }.items():
+        with pytest.raises(LinvitError, match=message) as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+
+
+def list_all(images: Images) -> list[tuple[Image.Image, int]]:
+    return [images[i] for i in range(len(images))]
+
+
+def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
+    for name, package in (("hfds/some/set", "datasets"), ("wds/set", "webdataset")):
+        try:
+            __import__(package)
+        except ImportError:
+            with pytest.raises(LinvitError, match=f"needs the package {package}"):
+                found = open_images(name, "train", root=tmp_path)
+                len(found)
+
+
+def test_preprocessing_and_augmentation_follow_model_and_recipe() -> None:
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, in_chans=1, depth=1, num_classes=3)
+    found = Preprocessing.of(model)
+    assert found.size == (64, 64) and found.mean == (0.5,) and found.mode == "L" and found.crop == 0.9
+    assert Preprocessing.of(model, 48, 1.0).size == (48, 48)
+    chosen = Augmentation.of(recipe("deit"))
+    assert (chosen.mixup, chosen.cutmix, chosen.erasing, chosen.randaugment) == (0.8, 1.0, 0.25, "rand-m9-mstd0.5-inc1")
+
+
+def test_seeds_are_apart_and_leave_no_trace() -> None:
+    assert len({seed_of(a, b, c) for a in range(5) for b in range(5) for c in range(5)}) == 125
+    torch.manual_seed(4)
+    wanted = torch.rand(2)
+    torch.manual_seed(4)
+    with seeded(9):
+        inside = torch.rand(2), np.random.rand()
+    assert torch.equal(torch.rand(2), wanted)
+    with seeded(9):
+        assert torch.equal(torch.rand(2), inside[0]) and np.random.rand() == inside[1]
