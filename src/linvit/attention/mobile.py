@@ -75,6 +75,8 @@ class Mobile(LinearAttention):
             raise LinvitError("variant='released' of mobile divides by the flows: it needs competition=True")
         self.small_head_dim, self.competition, self.gate, self.eps = small_head_dim, competition, gate, eps
         self.row_sum = RowSum(eps)
+        if shape.heads and shape.head_dim:
+            self.check_values(self.small_heads(shape.heads, shape.head_dim), shape.heads, shape.values)
         self.normaliser = Unnormalised() if competition else self.row_sum
         if gate is not None:
             self.require("heads", "head_dim")
@@ -98,6 +100,10 @@ class Mobile(LinearAttention):
             )
         return heads * head_dim // small
 
+    def check_values(self, small_heads: int, heads: int, value_dim: int) -> None:
+        if heads * value_dim % small_heads:
+            raise LinvitError(f"the {heads}·{value_dim} channels of v do not divide into mobile's {small_heads} heads")
+
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         heads = self.small_heads(q.shape[1], q.shape[3])
         phi_q, phi_k = regroup(q, heads).sigmoid(), regroup(k, heads).sigmoid()
@@ -115,8 +121,7 @@ class Mobile(LinearAttention):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         heads = self.small_heads(q.shape[1], q.shape[3])
-        if v.shape[1] * v.shape[3] % heads:
-            raise LinvitError(f"the {v.shape[1]}·{v.shape[3]} channels of v do not divide into mobile's {heads} heads")
+        self.check_values(heads, v.shape[1], v.shape[3])
         return regroup(super().core(q, k, regroup(v, heads), call), v.shape[1])
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:

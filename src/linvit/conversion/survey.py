@@ -34,9 +34,9 @@ NOT_TOKENS = re.compile(
 )
 SMALL_SIDE = 224  # what is meant for larger pictures is proved at this size where it can be built for it
 BUILDS: tuple[dict[str, Any], ...] = (
+    {"strict_img_size": False},
     {"dynamic_img_size": True, "dynamic_img_pad": True},
     {"dynamic_img_size": True},
-    {"strict_img_size": False},
     {},
 )
 
