@@ -40,6 +40,17 @@ def _no_kernels_on(device: torch.device) -> str | None:
     return None
 
 
+@torch.compiler.assume_constant_result
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory a program can have, on a GPU."""
+    return _shared_memory(device)
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def unserved(*tensors: Tensor) -> str | None:
     """Why the kernels cannot serve tensors on this device or of these types, or None where they can."""
     first = tensors[0]

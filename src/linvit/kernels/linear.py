@@ -15,7 +15,7 @@ from torch import Tensor
 from linvit.errors import LinvitError
 from linvit.kernels import linear_launch as launch
 from linvit.kernels import linear_ops as ops
-from linvit.kernels.dispatch import unserved
+from linvit.kernels.dispatch import shared_memory, unserved
 from linvit.kernels.linear_launch import unpack
 from linvit.kernels.linear_plan import Formula, layout_of
 
@@ -33,6 +33,13 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, formula: Formula) -> str | None:
         return f"there is no kernel for the feature map '{formula.feature}'"
     if q.shape[3] > WIDEST[q.dtype.itemsize] or v.shape[3] > WIDEST[2]:
         return f"features of {q.shape[3]} or values of {v.shape[3]} channels are too wide for {q.dtype}"
+    if (
+        q.is_cuda
+        and q.dtype == torch.float32
+        and max(q.shape[3], v.shape[3]) > 64
+        and shared_memory(q.device) < 168_000
+    ):
+        return "float32 heads wider than 64 need more shared memory than this GPU has"
     if 0 in (*q.shape, *v.shape):
         return "there is nothing to attend to in an empty tensor"
     if formula.own and q.shape[2] != k.shape[2]:

@@ -24,16 +24,21 @@ class Launch:
         self.ready: Any = None
 
     def __call__(self, *pointers: Tensor | None) -> None:
+        assert pointers[0] is not None
+        index = pointers[0].get_device()  # Triton launches on the current device, wherever the tensors are
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self(*pointers)
         aligned = True
         for pointer in pointers:
             if pointer is not None and pointer.data_ptr() % 16:
                 aligned = False
         if aligned and self.ready is not None:
-            self.ready(*pointers, *self.values)
-            return
+            return self.ready(*pointers, *self.values)
         compiled = self.kernel[self.grid](*pointers, *self.values, **self.options)
         if aligned and compiled is not None:  # the interpreter compiles nothing
             self.ready = compiled[self.grid]
+        return None
 
 
 @dataclass(frozen=True)

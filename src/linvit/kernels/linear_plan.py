@@ -77,8 +77,8 @@ class Plan:
     registers: int | None  # at most, per thread
 
 
-SMALL = 512  # up to here reading all tokens again in every chunk beats a second launch
-MOST_PARTS = 48  # partial states that are added up faster than fewer programs would be slower
+SMALL = 512  # tokens up to which reading all of them again in every chunk beats a second launch, if programs are few
+MOST_PARTS = 48  # partial states that are added up before more programs stop to pay
 
 
 def plan(
@@ -90,16 +90,22 @@ def plan(
     block = max(16, 8192 // (columns * itemsize))  # 8 KiB a tile
     warps = 8 if columns > WIDE else 4
     small = columns == WIDE and itemsize == 2
-    stages = 3 if small else 2
+    stages = (5 if programs > 4 * processors and not backward else 3) if small else 2  # more waves, longer reach
     registers = 168 if small and row_sum and backward else None  # three programs a processor, for a few spills
     tokens = max(queries, keys)
+    if programs >= processors:
+        once = 4 * SMALL
+    else:
+        once = SMALL if backward else SMALL * (5 * processors + 3 * programs) // (4 * processors)
     phases: tuple[str, ...] = ("both",)
     chunks = 1
-    if programs < 2 * processors and tokens > SMALL:
+    if programs < 2 * processors and tokens > once:
         phases = ("queries", "keys") if backward else ("keys", "queries")
-        chunks = min(-(-3 * processors // programs), -(-tokens // (2 * block)), MOST_PARTS)
+        chunks = min(3 * processors // programs, -(-tokens // (2 * block)), MOST_PARTS)
     elif programs < processors:
-        chunks = min(-(-processors // programs), -(-tokens // block))
+        chunks = min(1 + processors // programs, -(-tokens // block))
+    elif programs < 2 * processors and tokens > SMALL:
+        chunks = 2
     query_chunk, key_chunk = (max(block, -(-n // (chunks * block)) * block) for n in (queries, keys))
     chunks = max(-(-queries // query_chunk), -(-keys // key_chunk))
     return Plan(phases, query_chunk, key_chunk, chunks, block, warps, stages, registers)
