@@ -21,6 +21,14 @@ VERBS = {
         *("model", "--to", "--output", "--keep", "--where", "--layers", "--drop", "--option", "--input-size"),
         *("--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg", "--survey", "--json"),
     },
+    "train": {
+        *("model", "--data", "--output", "--recipe", "--plan", "--option", "--drop", "--teacher", "--set", "--resume"),
+        *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
+    },
+    "eval": {
+        *("model", "--data", "--teacher", "--split", "--per-class", "--output", "--batch", "--precision"),
+        *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
+    },
     "bench op": {
         *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--passes"),
         *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),

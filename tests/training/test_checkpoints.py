@@ -157,7 +157,7 @@ def test_another_run_may_not_go_on(tmp_path: Path) -> None:
     with pytest.raises(LinvitError, match="holds a run: --resume goes on with it"):
         train(rich_model(), tmp_path, **RICH)
     notes: list[str] = []
-    with pytest.raises(LinvitError, match=r"no checkpoint in .* can be used"):
+    with pytest.raises(LinvitError, match=r"no checkpoint can be used: .* belongs to another run"):
         engine(rich_model(), tmp_path, **{**RICH, "lr": 1.0}).keeper.restore(notes.append)
     assert "belongs to another run" in notes[0]
 

@@ -14,7 +14,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from linvit.cli import bench, convert, show, tables, theory
+from linvit.cli import bench, convert, show, tables, theory, train
+from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
 from linvit.version import __version__
@@ -70,5 +71,7 @@ app.command("list")(list_verb.list_)
 app.command("tables")(tables.tables)
 app.command("theory")(theory.theory)
 app.command("convert")(convert.convert)
+app.command("train")(train.train)
+app.command("eval")(eval_verb.eval_)
 app.add_typer(bench.app, name="bench")
 app.add_typer(show.app, name="show")

@@ -15,7 +15,9 @@ def mask_lines(
     noted = [record["kept"] for record in records if record.get("kept")]
     if not noted:
         raise LinvitError("the run logged no masks: train a model converted by the plan castling")
-    steps, shares, scales = [], [], []
+    steps: list[int] = []
+    shares: list[list[float]] = []
+    scales: list[tuple[int, float]] = []
     for record, kept in zip((r for r in records if r.get("kept")), noted, strict=True):
         steps += range(kept["first_step"], kept["first_step"] + len(kept["share"]))
         shares += kept["share"]

@@ -55,14 +55,15 @@ class Checkpoints:
 
     def latest(self, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The newest usable checkpoint; None where there is none yet. Each refused one is told about."""
-        files = self.files()
-        for path in files:
+        reason = None
+        for path in self.files():
             try:
                 return self.read(path)
             except LinvitError as mistake:
+                reason = reason or mistake
                 warn(f"{mistake}; trying the one before")
-        if files:
-            raise LinvitError(f"no checkpoint in {self.folder} can be used: start the run in another folder")
+        if reason is not None:
+            raise LinvitError(f"no checkpoint can be used: {reason}; start the run in another folder")
         return None
 
     def best(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -95,11 +95,15 @@ class Engine:
         self.keeper = Keeper(accelerator, folder, own, self.model, self.average, self.masks, seconds)
         self.speeds: list[float] = []
 
+    @property
+    def begun(self) -> bool:
+        """Whether there are checkpoints to go on from."""
+        return self.keeper.checkpoints is not None and bool(self.keeper.checkpoints.files())
+
     def run(self, *, resume: bool = False) -> Outcome:
         """Train to the end. With `resume`, go on from the newest usable checkpoint, if there is one."""
-        checkpoints = self.keeper.checkpoints
-        if not resume and checkpoints and checkpoints.files():
-            raise LinvitError(f"{checkpoints.folder} holds a run: --resume goes on with it, or give another folder")
+        if self.begun and not resume:
+            raise LinvitError(f"{self.keeper.folder} holds a run: --resume goes on with it, or give another folder")
         notes: list[str] = []
         found = self.keeper.restore(notes.append) if resume else None
         restored = None

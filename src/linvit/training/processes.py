@@ -23,15 +23,14 @@ def make_accelerator(config: Config, device: str = "auto") -> Accelerator:
         raise LinvitError(f"device {device}: give auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise LinvitError("PyTorch sees no CUDA device here: give --device cpu")
+    if config.precision == "fp16" and (device == "cpu" or not torch.cuda.is_available()):
+        raise LinvitError("precision=fp16 needs a GPU: set precision=bf16 or fp32")
     AcceleratorState._reset_state()  # else a second run in this process could not have another precision
-    try:
-        accelerator = Accelerator(
-            cpu=device == "cpu",
-            mixed_precision="no" if config.precision == "fp32" else config.precision,
-            gradient_accumulation_steps=config.accumulate,
-        )
-    except ValueError as error:
-        raise LinvitError(f"precision {config.precision} does not work here: {error}") from None
+    accelerator = Accelerator(
+        cpu=device == "cpu",
+        mixed_precision="no" if config.precision == "fp32" else config.precision,
+        gradient_accumulation_steps=config.accumulate,
+    )
     if config.batch_size % (accelerator.num_processes * config.accumulate):
         raise LinvitError(
             f"batch_size={config.batch_size} cannot be split over {accelerator.num_processes} processes "

@@ -1,0 +1,95 @@
+"""`linvit eval`: what a classifier gets right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from linvit.cli.arguments import pairs
+from linvit.cli.convert import build
+from linvit.cli.output import Json, console, print_json, progress, table
+from linvit.errors import LinvitError
+
+if TYPE_CHECKING:
+    from linvit.tasks.classify.metrics import Evaluation
+
+
+def eval_(
+    model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help="A folder linvit saved, or a timm model.")],
+    data: Annotated[str, typer.Option(help="digits, an image folder, a .tar of one, or a set timm knows by name.")],
+    teacher: Annotated[
+        str, typer.Option(metavar="MODEL_OR_DIR", help="Also say how often the model agrees with this one.")
+    ] = "",
+    split: Annotated[str, typer.Option(help="Which part of the set.")] = "validation",
+    per_class: Annotated[bool, typer.Option("--per-class", help="Print every class.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save each image's label and choice as JSON.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 256,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    pretrained: Annotated[bool, typer.Option(help="Fetch timm's weights.")] = True,
+    model_arg: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named set lies.")] = None,
+    loader: Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")] = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")] = 4,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Measure a classifier: top-1 with its standard error, top-5, each class, and agreement with a teacher.
+
+    \b
+    Example: linvit eval runs/mixa/best --data photos --teacher deit_tiny_patch16_224
+    """
+    from linvit.tasks.classify import Preprocessing, check_outputs, open_images
+    from linvit.tasks.classify.fitting import SourceMaker, outputs_of
+    from linvit.tasks.classify.metrics import evaluate
+    from linvit.training.config import Config
+    from linvit.training.distillation import Teacher, check_teacher, open_teacher
+    from linvit.training.objectives import LOWERED
+    from linvit.training.processes import make_accelerator
+
+    if output is not None and not output.parent.is_dir():
+        raise LinvitError(f"no folder {output.parent} to put {output.name} in; make it first")
+    config = Config(batch_size=batch, precision=precision)
+    accelerator = make_accelerator(config, device)
+    images = open_images(data, split, root=root)
+    built = build(model, pretrained, pairs(model_arg, "--model-arg")).to(accelerator.device)
+    check_outputs(images, outputs_of(built))
+    other = None
+    if teacher:
+        guide = open_teacher(teacher)
+        check_teacher(guide, built)
+        other = Teacher(guide.to(accelerator.device), precision=LOWERED.get(precision))
+    make = SourceMaker(accelerator, config, Preprocessing.of(built), outputs_of(built), loader, workers, progress)
+    with accelerator.autocast():
+        found = evaluate(built, make(images, None), classes=images.classes, teacher=other)
+    if not accelerator.is_main_process:
+        return
+    if output is not None:
+        found.save(output)
+    if as_json:
+        numbers = {**found.metrics(), "per_class": found.per_class}
+        print_json({"model": model, "data": data, "split": split, "images": len(found.labels), **numbers})
+    else:
+        print_evaluation(found, per_class)
+
+
+def print_evaluation(found: Evaluation, per_class: bool) -> None:
+    out = console()
+    out.print(f"top-1 [bold]{found.top1:.2f} %[/bold] ± {found.standard_error:.2f} on {len(found.labels):,} images")
+    out.print(f"top-5 {found.top5:.2f} %")
+    if found.agreement is not None and found.kl is not None:
+        out.print(f"agrees with the teacher on {found.agreement:.2f} %, KL {found.kl:.4f}")
+    rates = found.per_class
+    if per_class:
+        made = table(**{"class": 24, "top-1": -7})
+        for name, rate in rates.items():
+            made.add_row(name, f"{rate:.2f}")
+        out.print(made)
+    else:
+        worst = min(rates, key=lambda name: rates[name])
+        out.print(f"worst class {worst}: {rates[worst]:.2f} % (--per-class prints all {len(rates)})")

@@ -1,0 +1,140 @@
+"""`linvit train`: train, fine-tune or distil a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from linvit.cli.arguments import pairs
+from linvit.cli.convert import build, read_plan
+from linvit.cli.output import Json, console, print_json, progress, table
+from linvit.cli.train_output import screen
+from linvit.errors import LinvitError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from linvit.training.engine import Outcome
+
+
+def train(
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A timm model, or a folder linvit saved.")],
+    data: Annotated[str, typer.Option(help="digits, an image folder, a .tar of one, or a set timm knows by name.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN_DIR", help="Where the run is kept.")],
+    recipe: Annotated[str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit or fast.")] = "fast",
+    plan: Annotated[str, typer.Option(help="Convert first, by a plan, a mechanism or a plan's JSON file.")] = "",
+    option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the plan.")] = None,
+    drop: Annotated[str, typer.Option(help="What conversion may give up, with commas.")] = "",
+    teacher: Annotated[
+        str, typer.Option(metavar="MODEL_OR_DIR", help="Whom to learn from; the unconverted model unless told.")
+    ] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in RUN_DIR.")] = False,
+    pretrained: Annotated[bool, typer.Option(help="Start from timm's weights.")] = True,
+    model_arg: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named set lies.")] = None,
+    loader: Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")] = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")] = 4,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Train a model by a recipe; with --plan, convert it first and learn from the original.
+
+    RUN_DIR gets log.jsonl, checkpoints and, in the end, the models `last` and `best`. A killed run goes on with
+    --resume. Start it with `accelerate launch -m linvit train` to use several GPUs or machines.
+
+    \b
+    Example: linvit train deit_tiny_patch16_224 --data photos --plan mixa --recipe fast -o runs/mixa
+    """
+    import linvit
+    from linvit.tasks.classify import open_data
+    from linvit.tasks.classify.fitting import fit
+    from linvit.training.config import override
+    from linvit.training.processes import make_accelerator
+    from linvit.training.recipes import recipe as named_recipe
+
+    config = override(named_recipe(recipe, model), set_ or [])
+    args = pairs(model_arg, "--model-arg")
+    chosen = read_plan(plan, None, "first", "", pairs(option, "--option")) if plan else None
+    if output.is_file():
+        raise LinvitError(f"{output} is a file: give a folder")
+    accelerator = make_accelerator(config, device)
+    sets = open_data(data, root=root)
+    built = start(model, pretrained, args, sets[0].class_count, config.seed)
+    guide = find_teacher(teacher or config.teacher or "", built, plan) if config.needs_teacher else None
+    report = None
+    if chosen is not None:
+        given_up = [feature.strip() for feature in drop.split(",") if feature.strip()]
+        report = linvit.convert(built, chosen, drop=given_up)
+    identity = {"model": model, "args": args, "plan": plan, "option": option, "teacher": teacher}
+    with screen(accelerator.is_main_process and not as_json) as watch:
+        outcome = fit(
+            built,
+            *sets,
+            config,
+            teacher=guide,
+            folder=output,
+            resume=resume,
+            accelerator=accelerator,
+            loader=loader,
+            workers=workers,
+            watch=watch,
+            identity={**identity, "pretrained": pretrained},
+            progress=progress,
+        )
+    if not accelerator.is_main_process:
+        return
+    if as_json:
+        print_json(summary(outcome, output, None if report is None else str(report).splitlines()[0]))
+    else:
+        print_outcome(outcome, output)
+
+
+def start(model: str, pretrained: bool, args: dict[str, Any], classes: int | None, seed: int) -> nn.Module:
+    """The model to train, with an output for each class; the seed draws the weights that are not given."""
+    import torch
+
+    torch.manual_seed(seed)
+    if not Path(model).is_dir() and classes is not None:
+        args.setdefault("num_classes", classes)
+    built = build(model, pretrained, args)
+    if not Path(model).is_dir():
+        built.linvit_origin = {"name": model, "args": args}  # type: ignore[assignment]
+    return built
+
+
+def find_teacher(name: str, model: nn.Module, plan: str) -> nn.Module:
+    """The named teacher, or the model itself before its conversion."""
+    import copy
+
+    from linvit.training.distillation import open_teacher
+
+    if name:
+        return open_teacher(name)
+    if not plan:
+        raise LinvitError("the recipe learns from a teacher: give --teacher, or --plan to learn from the original")
+    return copy.deepcopy(model)
+
+
+def summary(outcome: Outcome, folder: Path, conversion: str | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {"run": str(folder), "conversion": conversion, **asdict(outcome)}
+
+
+def print_outcome(outcome: Outcome, folder: Path) -> None:
+    made = table(weights=8, **{"top-1": -7, "top-5": -7, "step": -6})
+    for name, metrics in (("last", {**outcome.last, "step": outcome.steps}), ("best", outcome.best)):
+        if "top1" in metrics:
+            top5 = f"{metrics['top5']:.2f}" if "top5" in metrics else "–"
+            made.add_row(name, f"{metrics['top1']:.2f}", top5, f"{metrics['step']:.0f}")
+    out = console()
+    out.print(made)
+    speed = f", {outcome.images_per_second:,.0f} images/s" if outcome.images_per_second else ""
+    out.print(f"{outcome.steps} steps, {outcome.seconds:.0f} s{speed}. Models: {folder / 'best'}, {folder / 'last'}")
+    sys.stdout.flush()

@@ -1,0 +1,72 @@
+"""What a training shows while it goes: a bar at a terminal, a line now and then in a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PATIENCE = 10.0  # seconds between two lines where there is no terminal
+Watch = Callable[[dict[str, Any]], None]
+
+
+@contextmanager
+def screen(shown: bool) -> Iterator[Watch | None]:
+    """A function that takes the run's records. On stderr, so that stdout holds the result alone."""
+    from rich.console import Console
+
+    errors = Console(stderr=True, highlight=False)
+    if not shown:
+        yield None
+    elif errors.is_terminal:
+        yield from bar(errors)
+    else:
+        yield plain()
+
+
+def bar(errors: Any) -> Iterator[Watch]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    task: Any = None
+    top1 = ""
+    with Progress(*columns, console=errors, transient=True) as shown:
+
+        def watch(record: dict[str, Any]) -> None:
+            nonlocal task, top1
+            if record["kind"] == "note":
+                errors.print(record["text"])
+            elif record["kind"] == "eval":
+                top1 = f"  top-1 {record['top1']:.2f}"
+            else:
+                if task is None:
+                    task = shown.add_task("", total=record["steps"], text="")
+                    shown.update(task, completed=record["step"])
+                shown.update(task, completed=record["step"], description=record["stage"], text=words(record) + top1)
+
+        yield watch
+
+
+def plain() -> Watch:
+    """Lines for a log file: every evaluation and note, and the training now and then."""
+    last = 0.0
+
+    def watch(record: dict[str, Any]) -> None:
+        nonlocal last
+        if record["kind"] == "note":
+            print(record["text"], file=sys.stderr)
+        elif record["kind"] == "eval":
+            print(f"step {record['step']}: top-1 {record['top1']:.2f}", file=sys.stderr)
+        elif time.monotonic() - last > PATIENCE:
+            last = time.monotonic()
+            print(f"step {record['step']} of {record['steps']}: {words(record)}", file=sys.stderr)
+
+    return watch
+
+
+def words(record: dict[str, Any]) -> str:
+    """The loss and speed of a record, in few words."""
+    accuracy = f"  accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
+    return f"loss {record['loss']:.4f}{accuracy}  {record['images_per_second']:,.0f} images/s"

@@ -1,0 +1,42 @@
+"""From a config to what its stages minimise."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from linvit.errors import LinvitError
+from linvit.training.alignment import AttentionAlignment, FeatureAlignment
+from linvit.training.config import Config, Stage
+from linvit.training.contract import Objective
+from linvit.training.distillation import Distillation, Teacher
+from linvit.training.engine import Phase
+from linvit.training.losses import Supervised
+
+LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_phases(config: Config, student: nn.Module, teacher: nn.Module | None = None) -> list[Phase]:
+    """Every stage with its objective. The teacher computes in the student's precision."""
+    if config.needs_teacher and teacher is None:
+        raise LinvitError(f"recipe {config.recipe} learns from a teacher: give one, or set distillation=none")
+    asked = Teacher(teacher, precision=LOWERED.get(config.precision)) if teacher is not None else None
+    return [Phase(stage, objective(config, stage, student, asked)) for stage in config.plan_of_stages()]
+
+
+def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher | None) -> Objective:
+    if stage.objective == "alignment" and teacher is not None:
+        return AttentionAlignment(teacher, student, inputs=stage.inputs)
+    if stage.objective == "features" and teacher is not None:
+        return FeatureAlignment(teacher, student, logits=stage.logits, temperature=config.temperature)
+    supervised = Supervised(config.loss, smoothing=config.label_smoothing)
+    if config.distillation == "none" or teacher is None:
+        return supervised
+    return Distillation(
+        teacher,
+        student,
+        kind=config.distillation,
+        weight=config.distillation_weight,
+        temperature=config.temperature,
+        supervised=supervised,
+    )

@@ -1,0 +1,135 @@
+"""Train and evaluate as a user does, on digits and on folders with something wrong in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from linvit.training.logs import read_log
+from tests.cli.conftest import Outcome
+
+SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+MODEL = ["vit_tiny_patch16_224", "--no-pretrained", *(f"--model-arg={key}={value}" for key, value in SHAPE.items())]
+QUICK = ["--device=cpu", "--set=precision=fp32", "--set=batch_size=128", "--set=epochs=1"]
+DEIT = ["--recipe=deit", "--set=randaugment=none", *QUICK]
+Linvit = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch on digits."""
+    from linvit.cli import main
+
+    folder = tmp_path_factory.mktemp("teacher")
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *MODEL, "--data=digits", *DEIT, "-o", str(folder), "--json"])
+    assert not stop.value.code
+    return folder
+
+
+def test_train_leaves_a_run(teacher: Path) -> None:
+    assert {path.name for path in teacher.iterdir()} == {"run.json", "log.jsonl", "checkpoints", "last", "best"}
+    record = json.loads((teacher / "run.json").read_text())
+    assert record["config"]["recipe"] == "deit" and record["config"]["batch_size"] == 128
+    assert "commit" in record["environment"] and record["sets"][0] == {"name": "digits", "images": 1437}
+    assert {r["kind"] for r in read_log(teacher)} == {"train", "eval"}
+
+
+def test_fast_converts_aligns_and_learns(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
+    args = ["--plan=castling", "--option=threshold=0.1", "--recipe=fast", *QUICK, "-o", str(tmp_path / "run")]
+    outcome = linvit("train", str(teacher / "best"), "--data=digits", *args)
+    assert outcome.code == 0 and "images/s" in outcome.out, outcome.err
+    stages = [r["stage"] for r in read_log(tmp_path / "run") if r["kind"] == "train"]
+    assert list(dict.fromkeys(stages)) == ["align", "features", "finetune"]
+    assert "holds a run: --resume goes on" in linvit("train", str(teacher / "best"), "--data=digits", *args).err
+    again = linvit("train", str(teacher / "best"), "--data=digits", *args, "--resume", "--json")
+    assert again.code == 0 and again.json["steps"] == 11
+    other = linvit("train", str(teacher / "best"), "--data=digits", *args, "--resume", "--set=lr=1")
+    assert other.code == 2 and "was begun with lr=0.0005: resume it so" in other.err
+    assert linvit("show", "masks", str(tmp_path / "run"), "--json").code == 0
+
+
+def test_eval(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
+    args = ["eval", str(teacher / "best"), "--data=digits", "--device=cpu", "--teacher", str(teacher / "best")]
+    found = linvit(*args, "--json", "-o", str(tmp_path / "each.json")).json
+    assert found["images"] == 360 and found["agreement"] == 100 and abs(found["kl"]) < 1e-6
+    assert len(found["per_class"]) == 10 and found["top5"] >= found["top1"]
+    assert len(json.loads((tmp_path / "each.json").read_text())["chosen"]) == 360
+    assert "worst class" in linvit(*args).out and "9 " in linvit(*args, "--per-class").out
+
+
+def folder_of(path: Path, **classes: dict[str, int]) -> Path:
+    """An image folder: for each split its classes and how many images they have."""
+    draw = np.random.default_rng(0)
+    for split, counts in classes.items():
+        (path / split).mkdir(parents=True)
+        for name, count in counts.items():
+            (path / split / name).mkdir()
+            for index in range(count):
+                pixels = draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(path / split / name / f"{index}.png")
+    return path
+
+
+def broken(path: Path) -> Path:
+    folder_of(path, train={"a": 4, "b": 4}, val={"a": 2, "b": 2})
+    (path / "train" / "a" / "1.png").write_text("no picture")
+    return path
+
+
+SMALL = ["--recipe=deit", "--device=cpu", "--set=precision=fp32", "--set=epochs=1", "--set=batch_size=4"]
+
+
+@pytest.mark.parametrize(
+    "data, args, message",
+    [
+        (lambda p: p / "nowhere", [], "nowhere"),
+        (lambda p: folder_of(p, train={}, val={}), [], "has no class folders"),
+        (lambda p: folder_of(p, train={"a": 4, "b": 4}, val={"a": 2}), [], "b"),
+        (broken, [], "cannot read image"),
+        (lambda p: folder_of(p, train={"a": 4, "b": 4}, val={"a": 1, "b": 1}), ["--set=batch_size=64"], "8 images"),
+        (lambda p: folder_of(p, train={"a": 4, "b": 4, "c": 4}, val={"a": 1, "b": 1, "c": 1}),
+         ["--model-arg=num_classes=2"], "has 3 classes, the model 2 outputs"),
+    ],
+    ids=["missing", "empty", "class without validation", "unreadable", "too few", "too many classes"],
+)  # fmt: skip
+def test_bad_data(linvit: Linvit, tmp_path: Path, data: Callable[[Path], Path], args: list[str], message: str) -> None:
+    given = data(tmp_path / "photos")
+    outcome = linvit("train", *MODEL, f"--data={given}", *SMALL, *args, "-o", str(tmp_path / "run"))
+    assert outcome.code == 2 and message in outcome.err
+    assert outcome.err.splitlines()[-1].startswith("error: ") and "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--recipe=mixo"], "unknown recipe 'mixo'; did you mean mixa"),
+        (["--plan=mixo"], "unknown plan 'mixo'; did you mean mixa"),
+        (["--recipe=fast"], "give --teacher, or --plan to learn from the original"),
+        (["--set=lr=fast"], "lr=fast: a number expected"),
+        (["--loader=disk"], "unknown loader 'disk'"),
+        (["--set=precision=fp16"], "precision=fp16 needs a GPU"),
+        (["--set=batch_size=127", "--set=mixup=1"], "127 images a process is odd"),
+        (["--recipe=fast", "--plan=stella", "--teacher=TEACHER"], "must have the same attention layers"),
+        (["--set=distillation=soft", "--teacher=TEACHER", "--model-arg=num_classes=12"], "the teacher has 10 classes"),
+        (["--set=distillation=token", "--teacher=TEACHER"], "token distillation needs a distilled model"),
+        (["--set=distillation=soft", "--teacher=nobody"], "unknown teacher 'nobody'"),
+    ],
+)
+def test_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path, args: list[str], message: str) -> None:
+    args = [text.replace("TEACHER", str(teacher / "best")) for text in args]
+    deeper = ["--model-arg=depth=3"] if "--recipe=fast" in args else []
+    outcome = linvit("train", *MODEL, *deeper, "--data=digits", *DEIT, *args, "-o", str(tmp_path / "run"))
+    assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_eval_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
+    best = str(teacher / "best")
+    assert "10 classes" in linvit("eval", *MODEL, "--data=digits", "--model-arg=num_classes=3", "--device=cpu").err
+    assert "no data at" in linvit("eval", best, f"--data={tmp_path / 'x'}", "--device=cpu").err
+    assert "make it first" in linvit("eval", best, "--data=digits", "-o", str(tmp_path / "x" / "y.json")).err
