@@ -13,6 +13,7 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+import linvit
 from linvit.errors import LinvitError
 from linvit.measurement import count_parameters
 from linvit.models import FairPyramid, list_models
@@ -209,3 +210,19 @@ def test_patch_merging_order() -> None:
     merging.reduction.weight.data = torch.eye(4)
     picture = torch.tensor([[1.0, 2, 3], [4, 5, 6]])[None, :, :, None]
     assert merging(picture)[0, 0].tolist() == [[1, 4, 2, 5], [3, 6, 0, 0]]
+
+
+def test_a_plan_changes_the_mechanism() -> None:
+    """The pyramid's attention is a host: weights stay, learned positions and LPI find their place."""
+    model = FairPyramid(**TINY).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    picture = torch.randn(1, 3, 64, 48)
+    same = model(picture)
+    report = linvit.convert(model, "softmax")
+    torch.testing.assert_close(model(picture), same)
+    linvit.convert(model, "xca", variant="fair", lpi=True)
+    assert not torch.allclose(model(picture), same)
+    linvit.convert(model, "qt", input_size=(64, 64))
+    assert {layer.before for layer in report.layers} == {"softmax"}
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

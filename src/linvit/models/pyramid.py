@@ -18,7 +18,8 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Mechanism, TokenGrid, create_attention
+from linvit.attention import Mechanism, Shape, TokenGrid, create_attention
+from linvit.conversion.host import Host
 from linvit.errors import LinvitError
 
 EPS = 1e-6
@@ -81,8 +82,10 @@ class PatchMerging(nn.Module):
         return self.reduction(self.norm(x))
 
 
-class Attention(nn.Module):
-    """The projections around a mechanism."""
+class Attention(Host):
+    """The projections around a mechanism: a host from the start, so that a plan can change the mechanism."""
+
+    between = True
 
     def __init__(self, dim: int, heads: int, grid: TokenGrid, mechanism: str, options: Mapping[str, Any]) -> None:
         super().__init__()
@@ -93,10 +96,19 @@ class Attention(nn.Module):
             mechanism, heads=heads, head_dim=dim // heads, dim=dim, grid=grid, **dict(options)
         )
 
+    @staticmethod
+    def shape(module: Any) -> Shape:
+        dim = module.proj.in_features
+        return Shape(module.heads, dim // module.heads, dim=dim)
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Any) -> TokenGrid:
+        return args[1]
+
     def forward(self, x: Tensor, grid: TokenGrid) -> Tensor:
         batch, tokens, channels = x.shape
         q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        out = self.mechanism(q, k, v, grid, x=x if self.mechanism.capabilities.input else None)
+        out = self.attend(q, k, v, grid, x=x)
         out = self.proj(out.transpose(1, 2).reshape(batch, tokens, channels))
         return self.mechanism.after_projection(out, q)
 
