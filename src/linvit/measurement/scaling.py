@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -14,7 +16,7 @@ import torch
 from linvit.attention import TokenGrid, create_attention, list_mechanisms, mechanism_class
 
 LIMIT = 2.6  # twice the work, and room for caches that no longer hold it and for clocks that jitter
-HEADS, HEAD_DIM = 2, 32
+HEADS, HEAD_DIM = 2, 16
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,23 @@ def _build(name: str, variant: str, grid: TokenGrid) -> Any:
 
 
 def scaling(name: str, variant: str = "", *, tokens: int = 4096, repeats: int = 9, rounds: int = 3) -> Scaling:
-    """Medians at both sizes, calls taken in turn so that a busy machine slows both alike.
+    """Median times at both sizes, on one thread and by that thread's own clock: others may be busy on the machine.
 
     A ratio over the limit is measured again with twice the calls, at most `rounds` times: noise goes away, N² does not.
     """
-    for attempt in range(rounds):
-        calls = [_call(name, variant, tokens), _call(name, variant, 2 * tokens)]
-        samples = [[_once(call) for call in calls] for _ in range(repeats * 2**attempt)]
-        single, double = (median(column) for column in zip(*samples, strict=True))
-        result = Scaling(name, variant, tokens, single, double)
-        if result.linear:
-            break
+    keep_pages()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for attempt in range(rounds):
+            calls = [_call(name, variant, tokens), _call(name, variant, 2 * tokens)]
+            samples = [[_once(call) for call in calls] for _ in range(repeats * 2**attempt)]
+            single, double = (median(column) for column in zip(*samples, strict=True))
+            result = Scaling(name, variant, tokens, single, double)
+            if result.linear:
+                break
+    finally:
+        torch.set_num_threads(threads)
     return result
 
 
@@ -76,7 +84,20 @@ def _call(name: str, variant: str, tokens: int) -> Callable[[], object]:
     return call
 
 
+def keep_pages() -> None:
+    """Ask glibc to keep freed memory, where it is the C library.
+
+    It gives large blocks back to the system at once, and getting them again, page by page, takes longer than the
+    arithmetic on them. Where it starts to do so depends on what was allocated before, so 2N tokens could pay for it and
+    N tokens not.
+    """
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its largest
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
 def _once(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    begin = time.thread_time()
     call()
-    return (time.perf_counter() - begin) * 1e3
+    return (time.thread_time() - begin) * 1e3
