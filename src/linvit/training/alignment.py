@@ -30,18 +30,17 @@ from linvit.training.taps import Call, Taps, detached, main
 INPUTS = ("teacher", "student")
 
 
-def converted_hosts(teacher: nn.Module, student: nn.Module) -> list[str]:
-    """The attention layers in which the student differs from its teacher, by name. The two must be one architecture."""
+def hosts_to_align(teacher: nn.Module, student: nn.Module) -> list[str]:
+    """The attention layers in which the student differs from its teacher, by name; all of them if it differs in none,
+    as an original does that is trained beside its conversions. The two must be one architecture."""
     theirs = dict(find_hosts(teacher))
     ours = dict(find_hosts(student))
     if not ours or ours.keys() != theirs.keys():
         odd = sorted(ours.keys() ^ theirs.keys())
         which = f"'{odd[0]}' is not in both" if odd else "there are none"
         raise LinvitError(f"teacher and student must have the same attention layers to align them: {which}")
-    names = [name for name, host in ours.items() if current_mechanism(host) != current_mechanism(theirs[name])]
-    if not names:
-        raise LinvitError("teacher and student have the same attention everywhere: convert the student first")
-    return names
+    changed = [name for name, host in ours.items() if current_mechanism(host) != current_mechanism(theirs[name])]
+    return changed or list(ours)
 
 
 class Layers:
@@ -52,7 +51,11 @@ class Layers:
         self.model = model
         self.modules = {name: model.get_submodule(name) for name in names}
         self.grids: dict[tuple[int, ...], dict[str, TokenGrid | None]] = {}
-        self.looks_up = any(isinstance(module, Host) for module in self.modules.values())
+        self.looks_up = any(isinstance(m, Host) and m.grids is not None for m in self.modules.values())
+        embed: Any = getattr(model, "patch_embed", None)
+        if self.looks_up and getattr(embed, "img_size", None) and isinstance(getattr(embed, "proj", None), nn.Conv2d):
+            like = next(model.parameters())  # the likely size at once: noting it later breaks a compiled step in two
+            self.note(torch.zeros(1, embed.proj.in_channels, *embed.img_size, device=like.device))
 
     def ready(self, images: Tensor) -> None:
         if self.looks_up and tuple(images.shape[-2:]) not in self.grids:
@@ -93,10 +96,14 @@ class AttentionAlignment:
         if inputs not in INPUTS:
             raise unknown("kind of inputs", inputs, INPUTS)
         self.teacher, self.inputs = teacher, inputs
-        self.names = converted_hosts(teacher.model, student)
+        self.names = hosts_to_align(teacher.model, student)
         self.originals, self.layers = Layers(teacher.model, self.names), Layers(student, self.names)
         source = teacher.model if inputs == "teacher" else student
         self.taps = Taps(source, self.names, cut=inputs == "student")
+
+    def close(self) -> None:
+        """Take the hooks off both models."""
+        self.taps.close()
 
     def __call__(self, model: nn.Module, images: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
         errors = torch.stack(list(self.errors(model, images).values()))
@@ -141,10 +148,15 @@ class FeatureAlignment:
         self.teacher, self.logits, self.temperature = teacher, logits, temperature
         if logits:
             check_teacher(teacher.model, student)
-        converted_hosts(teacher.model, student)
+        hosts_to_align(teacher.model, student)
         blocks = dict.fromkeys(name.rpartition(".")[0] for name, _ in find_hosts(student))
         self.names = [name for name in blocks if name]
         self.ours, self.theirs = Taps(student, self.names), Taps(teacher.model, self.names)
+
+    def close(self) -> None:
+        """Take the hooks off both models."""
+        self.ours.close()
+        self.theirs.close()
 
     def __call__(self, model: nn.Module, images: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
         self.theirs.listen()

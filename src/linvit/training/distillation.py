@@ -97,6 +97,11 @@ class Distillation:
         self.pairs, self.feature_weight = pairs, feature_weight
         self.ours, self.theirs = Taps(student, pairs), Taps(teacher.model, set(pairs.values()))
 
+    def close(self) -> None:
+        """Take the hooks off both models."""
+        self.ours.close()
+        self.theirs.close()
+
     def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
         self.theirs.listen()
         wanted = self.teacher(images)

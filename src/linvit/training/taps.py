@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from linvit.errors import LinvitError
 
@@ -26,12 +27,14 @@ class Taps:
         self.listening = False
         self.calls: dict[str, Call] = {}
         self.outputs: dict[str, Tensor] = {}
+        self.handles: list[RemovableHandle] = []
         modules = dict(model.named_modules())
         for name in self.names:
             if name not in modules:
                 raise LinvitError(f"{type(model).__name__} has no module '{name}'")
-            modules[name].register_forward_pre_hook(partial(self.before, name), with_kwargs=True)
-            modules[name].register_forward_hook(partial(self.after, name))
+            module = modules[name]
+            self.handles.append(module.register_forward_pre_hook(partial(self.before, name), with_kwargs=True))
+            self.handles.append(module.register_forward_hook(partial(self.after, name)))
 
     def before(self, name: str, module: nn.Module, args: Any, named: dict[str, Any]) -> Call | None:
         if not self.listening:
@@ -44,6 +47,11 @@ class Taps:
             return None
         self.outputs[name] = main(output)
         return detached(output) if self.cut else None
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self.handles:
+            handle.remove()
 
     def listen(self) -> None:
         self.listening = True
