@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from linvit.attention.grid import TokenGrid
 from linvit.attention.linear import Fusion, LinearAttention
 from linvit.attention.local import NormShortcut, values_at_queries
-from linvit.attention.mechanism import Call, Shape
+from linvit.attention.mechanism import Call, Shape, lift
 from linvit.attention.normalisers import Constant, RowSum, Unnormalised
 from linvit.attention.registry import register
 from linvit.errors import LinvitError
@@ -52,6 +52,11 @@ class Taylor(LinearAttention):
         else:
             k = k - k.mean(-1, keepdim=True)
         return F.pad(q * q.shape[-1] ** -0.5, (0, 1), value=1.0), F.pad(k, (0, 1), value=1.0)
+
+    def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
+        norm = self.normaliser.kernel(k.shape[2], q.shape[-1])
+        phi_q, phi_k = (phi[..., :-1] for phi in self.features(lift(q), lift(k), call))
+        return Fusion(phi_q, phi_k, Formula("identity", **(norm or {})), constant=phi_q.new_ones(()))
 
     def width(self, head_dim: int) -> int:
         return head_dim + 1
@@ -102,8 +107,12 @@ class QuadraticTaylor(LinearAttention):
         return self.expand(q), self.expand(k)
 
     def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
-        if self.variant != "released":
+        if self.variant == "exact":
             return super().fusion(q, k, call)
+        if self.variant == "compact":
+            phi_q, phi_k = (phi[..., :-1] for phi in self.features(lift(q), lift(k), call))
+            formula = Formula("identity", row_sum=True, eps=self.eps)
+            return Fusion(phi_q, phi_k, formula, constant=self.gamma.float().square())
         if self.position is not None:
             k = k + self.position(call.key_grid).to(k.dtype)
         formula = Formula("square", row_sum=True, eps=self.eps, feature_eps=self.eps)
