@@ -32,6 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Relative RMS against float64 of the same rounded inputs: output, gradient.
 TOLERANCES = {"bf16": (5e-3, 1e-2), "fp16": (5e-3, 1e-2), "fp32": (1e-3, 1e-3)}
 CHECKED_BYTES = 4 * 2**30
+ROOMY = 24 * 2**30  # memory that PyTorch may keep between two rows; giving it back and fetching it again takes time
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v and the block's input x
 
@@ -228,7 +229,7 @@ def measure(
     except Exception as reason:  # a compiler or a driver that fails must not cost the rows that are still to come
         return {"status": "failed", "reason": f"{type(reason).__name__}: {reason}".splitlines()[0][:300]}
     finally:
-        if device.type == "cuda":
+        if device.type == "cuda" and torch.cuda.memory_reserved(device) > ROOMY:
             torch.cuda.empty_cache()
 
 
