@@ -58,10 +58,16 @@ def plan(batch: int, channels: int, value_channels: int, tokens: int, small: int
 
 
 def row_tiles(p: Plan, backward: bool) -> tuple[int, int]:
-    """Tokens at a time and warps where a program takes all heads of a token: a few channels a thread."""
+    """Tokens at a time and warps where a program takes all heads of a token.
+
+    Forward, one warp to a row of up to 1,024 channels: sums over heads then need no shared memory, and instructions are
+    what it waits for. Backward has many more numbers to hold and takes eight channels a thread.
+    """
     channels = p.every * max(p.width, p.value_width)
-    warps = 4 if channels <= 512 else 8
-    return max(1, 256 * warps // channels), warps
+    if backward:
+        warps = 4 if channels <= 512 else 8
+        return max(1, 256 * warps // channels), warps
+    return max(1, 1024 // channels), max(1, channels // 1024)
 
 
 @dataclass(frozen=True)
