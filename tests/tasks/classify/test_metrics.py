@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from linvit.errors import LinvitError
 from linvit.tasks.classify import Evaluation, Pixels, Preprocessing, Resident, evaluate, paired_difference
+from linvit.tasks.classify.metrics import gather
 from linvit.training.distillation import Teacher
 
 SIZE = Preprocessing((4, 4), (0.5,), (0.5,))
@@ -52,6 +53,18 @@ def test_rates_are_what_one_counts_by_hand() -> None:
     assert found.standard_error == pytest.approx(100 * float(right.std(correction=0)) / 50**0.5, rel=1e-4)
     assert found.per_class["c"] == pytest.approx(100 * float(right[labels == 2].mean()))
     assert np.array_equal(found.correct, right.numpy() > 0)
+
+
+def test_processes_put_their_images_back_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = np.arange(14.0).reshape(7, 2)
+
+    def collect(parts: list[np.ndarray], own: np.ndarray) -> None:
+        parts[:] = [whole[rank::3] for rank in range(3)]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", collect)
+    assert np.array_equal(gather(whole[1::3]), whole)
 
 
 def test_what_is_saved_can_be_paired(tmp_path: Path) -> None:

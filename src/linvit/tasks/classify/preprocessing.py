@@ -103,9 +103,13 @@ class Augmentation:
         )
 
 
+def seeds_of(count: int, *parts: int) -> list[int]:
+    """Seeds from several numbers, such as a seed, an epoch and a step."""
+    return (np.random.SeedSequence(parts).generate_state(count, np.uint64) >> np.uint64(1)).tolist()
+
+
 def seed_of(*parts: int) -> int:
-    """One seed from several numbers, such as a seed, an epoch and a step."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+    return seeds_of(1, *parts)[0]
 
 
 @contextmanager

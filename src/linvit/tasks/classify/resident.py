@@ -58,8 +58,8 @@ def decode(
     progress: Progress = quiet,
 ) -> Pixels:
     """Decode a set and put it on the device. For training, pictures are stored as squares of `stored` pixels (the
-    model's size unless said otherwise); for evaluation as timm's transform leaves them. With a `cache` folder the
-    decoded set is kept there as one file and found again."""
+    model's size unless said otherwise; crops are not smoothed when they shrink, so not much more); for evaluation as
+    timm's transform leaves them. With a `cache` folder the decoded set is kept there as one file and found again."""
     if isinstance(images, Stream):
         raise LinvitError(f"{images.name} can only be read in order: it cannot be kept on the device")
     height, width = (stored, stored) if training and stored else preprocessing.size
@@ -129,9 +129,10 @@ def fingerprint(images: Images, preprocessing: Preprocessing, training: bool, sh
     digest = hashlib.sha256(repr((images.name, preprocessing, training, shape, images.classes)).encode())
     if images.labels is not None:
         digest.update(images.labels.tobytes())
+    places = getattr(images.source, "places", None)  # in an archive
     for index in range(len(images)) if images.filenames is not None else ():
         name = images.filename(index)
-        digest.update(f"{name} {os.path.getsize(name) if os.path.exists(name) else 0}\n".encode())
+        digest.update(f"{name} {places[index] if places else os.path.getsize(name)}\n".encode())
     return digest.hexdigest()
 
 

@@ -21,7 +21,7 @@ from linvit.errors import LinvitError
 from linvit.tasks.classify.augmenting import Augmenter, check_batch, normalise
 from linvit.tasks.classify.data import Images, Stream
 from linvit.tasks.classify.order import Order
-from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of, seeded
+from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of, seeded, seeds_of
 
 
 class Streamed:
@@ -113,8 +113,9 @@ class Steps:
         order, epoch = self.order, self.epoch
         whole = order.batch * order.world
         for step, indices in enumerate(order.epoch(epoch)[self.skip :], start=self.skip):
-            first = step * whole + order.rank * order.batch
-            yield [(int(index), seed_of(order.seed, epoch, first + i)) for i, index in enumerate(indices)]
+            first = order.rank * order.batch
+            seeds = seeds_of(whole, order.seed, epoch, step)[first : first + len(indices)]
+            yield list(zip(indices.tolist(), seeds, strict=True))
 
     def __len__(self) -> int:
         return self.order.batches - self.skip
