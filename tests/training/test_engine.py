@@ -158,3 +158,23 @@ def test_mesa_learns_from_the_average() -> None:
     train(ema=0.5, mesa=2.0, mesa_start=0.5, log_steps=1, watch=records.append)
     mesa = [record["mesa"] for record in records if record["kind"] == "train"]
     assert mesa[:4] == [0] * 4 and min(mesa[4:]) > 0
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: dict[str, list[int]] = {}
+
+    class Board:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.setdefault(name, []).append(step)
+
+        def close(self) -> None:
+            written["closed"] = []
+
+    monkeypatch.setattr("linvit.training.logs.tensorboard", lambda folder: Board())
+    train(folder=tmp_path, log_steps=2, epochs=1)
+    assert written["train/loss"] == [2, 4] and written["eval/top1"] == [4] and "closed" in written
+
+
+def test_settings_of_the_process_come_back() -> None:
+    train(epochs=1)
+    assert not torch.are_deterministic_algorithms_enabled()

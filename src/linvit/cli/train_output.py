@@ -69,4 +69,5 @@ def plain() -> Watch:
 def words(record: dict[str, Any]) -> str:
     """The loss and speed of a record, in few words."""
     accuracy = f"  accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
-    return f"loss {record['loss']:.4f}{accuracy}  {record['images_per_second']:,.0f} images/s"
+    speed = f"  {record['images_per_second']:,.0f} images/s" if record["images_per_second"] else ""
+    return f"loss {record['loss']:.4f}{accuracy}{speed}"

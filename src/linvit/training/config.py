@@ -82,6 +82,7 @@ class Config:
     accumulate: int = 1
     precision: str = "bf16"
     compile: str = "auto"  # auto: on CUDA only
+    deterministic: bool = True  # a resumed run equals an uninterrupted one bit for bit; false may be faster
 
     # Data and its augmentation.
     input_size: int | None = None  # None: the model's own

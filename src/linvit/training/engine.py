@@ -31,6 +31,7 @@ from linvit.training.masks import Masks
 from linvit.training.mesa import Mesa
 from linvit.training.optimiser import classifier_name, clip, make_optimiser, select_trainable
 from linvit.training.processes import average_gradients, share_from_first
+from linvit.training.repeating import repeatable
 from linvit.training.schedule import stage_schedule
 from linvit.training.window import Window
 
@@ -119,11 +120,12 @@ class Engine:
             for note in notes:
                 self.log.add("note", self.step, {"text": note})
             self.stream = self.batches()
-            for phase, end in zip(self.phases, self.ends, strict=True):
-                if self.step < end:
-                    metrics = self.run_stage(phase, end, restored)
-                    restored = None
-            metrics = metrics or self.measure()
+            with repeatable(self.config.deterministic):
+                for phase, end in zip(self.phases, self.ends, strict=True):
+                    if self.step < end:
+                        metrics = self.run_stage(phase, end, restored)
+                        restored = None
+                metrics = metrics or self.measure()
             self.keeper.finish()
         finally:
             self.log.close()
@@ -169,6 +171,7 @@ class Engine:
                 metrics = self.measure()
             if self.keeper.due() or self.step == self.steps:
                 self.keeper.save(self.step, self.optimiser, self.window.bad)
+                self.window.pause()
         if mesa is not None:
             mesa.hook.remove()
         return metrics
@@ -240,8 +243,8 @@ class Engine:
         values, bad = self.window.read()
         if bad is not None:
             self.stop_diverged(bad)
-        speed = round(self.window.images_per_second(self.config.batch_size), 1)
-        self.speeds.append(speed)
+        speed = self.window.images_per_second(self.config.batch_size)
+        self.speeds += [speed] if speed is not None else []
         epoch = round(self.step / self.epoch_steps, 4)
         record = {"stage": stage.name, "epoch": epoch, **values, "lr": lr, "images_per_second": speed}
         kept = self.masks.take_history(self.step)

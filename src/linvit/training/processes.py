@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from linvit.errors import LinvitError
 from linvit.training.config import Config
+from linvit.training.repeating import prepare
 
 
 def make_accelerator(config: Config, device: str = "auto") -> Accelerator:
@@ -25,6 +26,8 @@ def make_accelerator(config: Config, device: str = "auto") -> Accelerator:
         raise LinvitError("PyTorch sees no CUDA device here: give --device cpu")
     if config.precision == "fp16" and (device == "cpu" or not torch.cuda.is_available()):
         raise LinvitError("precision=fp16 needs a GPU: set precision=bf16 or fp32")
+    if config.deterministic:
+        prepare()
     AcceleratorState._reset_state()  # else a second run in this process could not have another precision
     accelerator = Accelerator(
         cpu=device == "cpu",

@@ -21,6 +21,7 @@ class Window:
 
     def begin(self) -> None:
         self.began = time.perf_counter()
+        self.timed = 0
         self.steps = self.parts = 0
         self.names: list[str] = []
         self.sums = torch.zeros((), device=self.accelerator.device)
@@ -38,6 +39,11 @@ class Window:
         self.bad.copy_(torch.maximum(self.bad, (wrong > 0).float()))
         self.good.add_(1 - self.bad)
         self.steps += 1
+        self.timed += 1
+
+    def pause(self) -> None:
+        """Start the clock anew: a checkpoint is no training time."""
+        self.began, self.timed = time.perf_counter(), 0
 
     def read(self) -> tuple[dict[str, float], int | None]:
         """Means over the window and all processes; and the first bad step, if there was one."""
@@ -47,6 +53,6 @@ class Window:
         found = dict(zip(self.names, values, strict=True))
         return {**found, "gradient_norm": norm}, int(good) if bad else None
 
-    def images_per_second(self, batch_size: int) -> float:
-        """Since the window began; asked after `read`, when the device has caught up."""
-        return self.steps * batch_size / (time.perf_counter() - self.began)
+    def images_per_second(self, batch_size: int) -> float | None:
+        """Since the clock started; asked after `read`, when the device has caught up."""
+        return round(self.timed * batch_size / (time.perf_counter() - self.began), 1) if self.timed else None

@@ -1,0 +1,40 @@
+"""The same bits twice: what PyTorch must be told for a resumed run to equal one that was never killed.
+
+On a GPU, several backward passes add in whatever order their threads arrive, and the compiler picks kernels by racing
+them. Both are switched off for the time of a run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor
+
+
+def prepare() -> None:
+    """cuBLAS reads this when it starts, so it is set before the first use of a device."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def repeatable(wanted: bool) -> Iterator[None]:
+    """Deterministic algorithms inside; where PyTorch has none for an operation, it warns."""
+    if not wanted:
+        yield
+        return
+    held = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fill, chosen = settings.fill_uninitialized_memory, inductor.deterministic
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # a guard for debugging, and slow
+    inductor.deterministic = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(held[0], warn_only=held[1])
+        settings.fill_uninitialized_memory = fill
+        inductor.deterministic = chosen
