@@ -11,6 +11,8 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
 
 import linvit as library
 from linvit.conversion import as_plan
@@ -142,3 +144,32 @@ def test_survey(linvit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(rows[0]) == {"family", "example", "status", "reason"} and rows[0]["status"] == "converted"
     text = linvit("convert", "--survey").out
     assert "2 families: 2 converted, 0 partly, 0 refused." in text
+
+
+def test_calibration_says_which_layers_it_kept(linvit: Run, tmp_path: Path) -> None:
+    photos, bars = tmp_path / "photos", tmp_path / "bars.png"
+    photos.mkdir()
+    for name in ("china.jpg", "flower.jpg"):
+        Image.fromarray(load_sample_image(name)).save(photos / name)
+    args = ("--to", "mixa", "--keep", "1", "--calibrate", str(photos), "--plot", str(bars), "-o", str(tmp_path / "out"))
+    outcome = linvit("convert", DEIT, *args, "--json", *SMALL)
+    names = mechanisms(outcome)
+    measured = [layer["index"] for layer in outcome.json["sensitivity"]["layers"] if layer["kept"]]
+    assert measured == [i for i, name in enumerate(names) if name == "relu_quadratic"] and len(measured) == 1
+    assert bars.stat().st_size > 5000
+    again = linvit("convert", DEIT, *args, *SMALL)
+    assert "“turn”" in again.out and "2 images" in again.out
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--to", "stella", "--calibrate", "."), "--calibrate measures which layers mixa keeps"),
+        (("--to", "mixa", "--plot", "bars.png"), "--plot draws what --calibrate measures"),
+        (("--to", "mixa", "--calibrate", "nowhere"), "nowhere is no folder of images"),
+    ],
+)
+def test_calibration_mistakes(linvit: Run, tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    outcome = linvit("convert", DEIT, *args, "-o", str(tmp_path / "out"), *SMALL)
+    assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

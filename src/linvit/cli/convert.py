@@ -13,11 +13,13 @@ import typer
 from linvit.cli.arguments import image_size, numbers, pairs
 from linvit.cli.output import Json, console, print_json, progress, table
 from linvit.errors import LinvitError, unknown
+from linvit.figures.files import check_picture
 
 if TYPE_CHECKING:
     from torch import nn
 
     from linvit.conversion import Plan, Report
+    from linvit.conversion.sensitivity import Sensitivity
 
 
 def convert(
@@ -26,6 +28,10 @@ def convert(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where to save it.")] = None,
     keep: Annotated[int | None, typer.Option(help="So many layers stay quadratic (mixa) or as they are.")] = None,
     where: Annotated[str, typer.Option(help="Where --keep counts: first, last or alternating.")] = "first",
+    calibrate: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Measure on these images which layers mixa keeps.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="With --calibrate, a bar plot of it.")] = None,
     layers: Annotated[str, typer.Option(help="The layers to keep, from 0, with commas, in place of --keep.")] = "",
     drop: Annotated[str, typer.Option(help="What may be given up, with commas, such as relative_bias.")] = "",
     option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the plan.")] = None,
@@ -55,9 +61,17 @@ def convert(
             raise LinvitError(f"give {wanted}: linvit convert deit_small_patch16_224 --to mixa -o deit_s_mixa")
     assert output is not None
     import linvit
+    from linvit.conversion import as_plan
 
     if output.is_file():
         raise LinvitError(f"{output} is a file: give a folder")
+    measured = None
+    if calibrate is not None and (to != "mixa" or layers):
+        raise LinvitError("--calibrate measures which layers mixa keeps: give --to mixa and no --layers")
+    if plot is not None:
+        check_picture(plot)
+        if calibrate is None:
+            raise LinvitError("--plot draws what --calibrate measures: give that too")
     plan = read_plan(to, keep, where, layers, pairs(option, "--option"))
     size = image_size(input_size) if input_size else None
     built = build(model, pretrained and checkpoint is None, pairs(model_arg, "--model-arg"))
@@ -65,12 +79,29 @@ def convert(
         linvit.load_weights(built, checkpoint)
     resize(built, size, patch_size, window_size)
     given_up = [feature.strip() for feature in drop.split(",") if feature.strip()]
-    report = linvit.convert(built, plan, drop=given_up, input_size=size)
+    if calibrate is not None:
+        measured = measure(built, calibrate, 6 if keep is None else keep, {*given_up, *plan.drop})
+        plan = as_plan("mixa", keep=measured.keep)
+    report = replace(linvit.convert(built, plan, drop=given_up, input_size=size), sensitivity=measured)
     linvit.save(built, output, model_args=None if Path(model).is_dir() else pairs(model_arg, "--model-arg"))
     if as_json:
         print_json({"model": model, "output": str(output), **asdict(report)})
     else:
         print_report(report, output)
+    if measured is not None and plot is not None:
+        from linvit.figures.sensitivity import draw
+
+        draw(measured, plot)
+
+
+def measure(model: nn.Module, folder: Path, keep: int, drop: set[str]) -> Sensitivity:
+    """The sensitivity of the layers on a folder's images, with a bar for the wait."""
+    from linvit.conversion.calibration import calibration_images
+    from linvit.conversion.convert import find_hosts
+    from linvit.conversion.sensitivity import measure_sensitivity, passes
+
+    with progress("measuring layers", passes(len(find_hosts(model)), keep)) as advance:
+        return measure_sensitivity(model, calibration_images(folder, model), keep=keep, drop=drop, advance=advance)
 
 
 def read_plan(to: str, keep: int | None, where: str, layers: str, options: dict[str, Any]) -> Plan:
@@ -143,11 +174,28 @@ def print_report(report: Report, folder: Path) -> None:
         after = layer.after if layer.after == layer.before else f"[bold]{layer.after}[/bold]"
         made.add_row(str(layer.index), layer.name, layer.before, after, given_up or kept)
     out = console()
+    if report.sensitivity is not None:
+        print_sensitivity(report.sensitivity)
     out.print(made)
     out.print(str(report).splitlines()[0])
     if report.removed:
         out.print(f"{len(report.removed)} parameters of dropped features are gone.")
     out.print(f"Saved to {folder}: linvit.load('{folder}') reads it.", style="italic")
+
+
+def print_sensitivity(measured: Sensitivity) -> None:
+    made = table(layer=-5, name=20, turn=-7, kept=-4, similarity=-10)
+    for layer in measured.layers:
+        reached = "" if layer.similarity is None else f"{layer.similarity:.4f}"
+        made.add_row(str(layer.index), layer.name, f"{layer.turn:.4f}", str(layer.kept or ""), reached)
+    out = console()
+    out.print(made)
+    out.print(
+        f"“turn”: 1 − cosine of the outputs when only this layer is linear, {measured.images} images. “kept”: the "
+        f"order in which layers were chosen to stay quadratic, with the similarity reached; "
+        f"{measured.similarity:.4f} with none.",
+        style="italic",
+    )
 
 
 def print_survey(as_json: bool) -> None:

@@ -10,7 +10,7 @@ does not say how: this is our way.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ def measure_sensitivity(
     quadratic: str | Plan = "relu_quadratic",
     drop: Iterable[str] = (),
     images: int = 256,
+    advance: Callable[[], None] = lambda: None,
 ) -> Sensitivity:
     """Measure every layer and choose `keep` to stay quadratic, on up to `images` images. The model is not changed."""
     drop = tuple(drop)
@@ -76,6 +77,7 @@ def measure_sensitivity(
         """How far the outputs turn with some layers of another kind than the rest."""
         for name in names:
             student.set_submodule(name, parts[other if name in changed else default][name])
+        advance()
         return turn(teacher, [outputs(student, batch) for batch in batches])
 
     alone = {name: turned("original", "linear", (name,)) for name in names}
@@ -88,6 +90,11 @@ def measure_sensitivity(
     place = {name: i for i, name in enumerate(kept, start=1)}
     layers = (LayerSensitivity(i, n, alone[n], place.get(n), kept.get(n)) for i, n in enumerate(names))
     return Sensitivity(tuple(layers), sum(len(batch) for batch in batches), 1 - start)
+
+
+def passes(layers: int, keep: int) -> int:
+    """How often `measure_sensitivity` runs the images through a model: `advance` is called as often."""
+    return layers + 1 + sum(layers - done for done in range(keep))
 
 
 def output_similarity(model: nn.Module, other: nn.Module, loader: Iterable[Any], images: int = 256) -> float:
