@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -199,9 +200,12 @@ class Engine:
             wrong = wrong + ~torch.isfinite(norm)
         self.window.close_step(norm, wrong)
         clip(self.config, self.trainable, norm, classifier_name(self.model))
-        if scaler is None:  # the device itself leaves out steps after a bad loss, so that good weights stay good
-            self.optimiser.optimizer.grad_scale, self.optimiser.optimizer.found_inf = None, self.window.bad
-        self.optimiser.step()
+        if scaler is not None:
+            self.optimiser.step()
+        else:  # the device itself leaves out steps after a bad loss, so that good weights stay good
+            raw = self.optimiser.optimizer
+            raw.grad_scale, raw.found_inf = None, self.window.bad
+            raw.step()
         self.optimiser.zero_grad()
         self.masks.after(self.step)
         if self.masks.due(self.step):
@@ -216,7 +220,10 @@ class Engine:
             epoch, skip = epoch + 1, 0
 
     def seed_step(self, step: int) -> None:
-        torch.manual_seed((self.config.seed * 1_000_003 + step) * 4099 + self.accelerator.process_index)
+        seed = (self.config.seed * 1_000_003 + step) * 4099 + self.accelerator.process_index
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every kind of device, each step
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def resized(self, images: Tensor, step: int) -> Tensor:
         """The images in this step's size, which all processes draw alike."""
@@ -282,6 +289,7 @@ class Engine:
         for (images, targets), _ in zip(stream, parts, strict=False):
             with self.accelerator.autocast():
                 where = where or find_bad_layer(self.model, self.objective, self.resized(images, step), targets)
+        where = next((place for place in gather_object([where]) if place), None)  # it may be another process's batch
         files = self.keeper.checkpoints.files() if self.keeper.checkpoints else []
         left = f"the last good checkpoint is {files[0]}" if files else "there was no checkpoint yet"
         began = f"it began in {where}" if where else "the step went well when it was run again"
