@@ -84,11 +84,11 @@ def mixa(model: str = "") -> Config:
 def castling(model: str = "") -> Config:
     """Castling-ViT. No schedule is released, so these are the recipes of the models it converts.
 
-    LeViT's, from its code: 1000 epochs, lr 5e-4 for 512 images, 256 of them a GPU (8 GPUs are inferred), weight decay
-    0.025, AGC 0.01, hard distillation from RegNetY-16GF. MViTv2's, from its configs: 300 epochs, lr 2.5e-4 a shard (256 images, inferred), weight decay 0.05,
-    clip 1.0, drop path 0.1, for B 0.3. Others get DeiT's with hard distillation: the baselines in the paper's figure
-    are the distilled DeiTs. That Castling used these recipes is inferred throughout, and so is the annealing of its
-    softmax branch, which the paper reports to empty by itself.
+    LeViT's, from its code: 1000 epochs, 256 images a GPU (8 GPUs are inferred), lr 5e-4 for 512 images, weight decay
+    0.025, AGC 0.01, hard distillation from RegNetY-16GF. MViTv2's, from its configs: 300 epochs, lr 2.5e-4 a shard (256
+    images, inferred), weight decay 0.05, clip 1.0, drop path 0.1, for B 0.3. Others get DeiT's with hard distillation:
+    the baselines in the paper's figure are the distilled DeiTs. That Castling used these recipes is inferred, and so is
+    the annealing of its softmax branch, which the paper reports to empty by itself.
     """
     name = model.lower()
     base = replace(deit(), recipe="castling")
