@@ -16,12 +16,15 @@ class Launch:
     """A kernel with all its arguments but the pointers.
 
     Triton looks at every argument of every call to pick the compiled kernel, which takes longer than a small kernel
-    runs. All but the pointers is the same in calls of the same shapes and strides, so that is done once.
+    runs. All but the pointers is the same in calls of the same shapes and strides, so that is done once. Launch hooks,
+    Triton's own for profilers, are not called.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], values: tuple[Any, ...], **options: int | None) -> None:
         self.kernel, self.grid, self.values, self.options = kernel, grid, values, options
-        self.ready: Any = None
+        self.compiled: Any = None
+        self.run: Any = None
+        self.ready: tuple[Any, Any] | None = None
 
     def __call__(self, *pointers: Tensor | None) -> None:
         assert pointers[0] is not None
@@ -34,10 +37,12 @@ class Launch:
             if pointer is not None and pointer.data_ptr() % 16:
                 aligned = False
         if aligned and self.ready is not None:
-            return self.ready(*pointers, *self.values)
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            return self.run(*self.grid, stream, *self.ready, None, None, None, *pointers, *self.values)
         compiled = self.kernel[self.grid](*pointers, *self.values, **self.options)
         if aligned and compiled is not None:  # the interpreter compiles nothing
-            self.ready = compiled[self.grid]
+            self.run, self.compiled = compiled.run, compiled
+            self.ready = (compiled.function, compiled.packed_metadata)
         return None
 
 
@@ -165,7 +170,7 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, state: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, formula: Formula,
 ) -> Tensor | None:  # fmt: skip
-    """Writes dq, dk and dv, whose last dimension is dense; returns the constant's gradient."""
+    """Writes dq, dk and dv, whose last dimension is dense; returns the constant's gradient if there is a constant."""
     key: tuple[Any, ...] = (
         q.shape,
         k.shape,

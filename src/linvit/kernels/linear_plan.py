@@ -90,7 +90,9 @@ def plan(
     block = max(16, 8192 // (columns * itemsize))  # 8 KiB a tile
     warps = 8 if columns > WIDE else 4
     small = columns == WIDE and itemsize == 2
-    stages = (5 if programs > 4 * processors and not backward else 3) if small else 2  # more waves, longer reach
+    stages = 3 if small else 2
+    if small and not backward and programs > 4 * processors:
+        stages = 4 if row_sum else 5  # three programs a processor: further ahead, and fuller last waves
     registers = 168 if small and row_sum and backward else None  # three programs a processor, for a few spills
     tokens = max(queries, keys)
     if programs >= processors:
