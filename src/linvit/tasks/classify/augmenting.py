@@ -58,7 +58,7 @@ class Augmenter:
 
     def table(self, steps: int, seed: int, epoch: int) -> Tensor:
         """How the steps of an epoch mix."""
-        return mixing_table(self.augmentation, steps, seed, epoch).to(self.device)
+        return send(mixing_table(self.augmentation, steps, seed, epoch), self.device)
 
     def draw(self, batch: int, rank: int, world: int, seed: int, epoch: int, step: int, row: Tensor) -> Draws:
         """The numbers of a step: the same whenever it is asked for, and each process its own part of them."""
@@ -98,6 +98,11 @@ class Augmenter:
         elif chosen.colour_jitter:
             pixels = jitter(pixels, jitters, chosen.colour_jitter)
         return pixels
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for what it is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def normalise(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:

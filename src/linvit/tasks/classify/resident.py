@@ -23,7 +23,7 @@ from timm.data.transforms import str_to_pil_interp
 from torch import Tensor
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify.augmenting import Augmenter, check_batch, normalise
+from linvit.tasks.classify.augmenting import Augmenter, check_batch, normalise, send
 from linvit.tasks.classify.data import Images, Stream
 from linvit.tasks.classify.order import Order
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
@@ -188,7 +188,7 @@ class Resident:
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         order = self.order
-        places = torch.cat(order.epoch(epoch)).to(self.device).split(order.batch)
+        places = send(torch.cat(order.epoch(epoch)), self.device).split(order.batch)
         table = self.augmenter.table(order.batches, order.seed, epoch) if self.augmenter else None
         for step in range(skip, order.batches):
             pictures, labels = self.pixels.pictures[places[step]], self.pixels.labels[places[step]]
