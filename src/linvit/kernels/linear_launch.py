@@ -235,9 +235,10 @@ def empty_rows(batch: int, heads: int, tokens: int, dim: int, like: Tensor) -> T
     return torch.empty_strided((batch, heads, tokens, dim), strides, dtype=like.dtype, device=like.device)
 
 
-def rows_like(tensor: Tensor) -> Tensor:
-    batch, heads, tokens, dim = tensor.shape
-    return empty_rows(batch, heads, tokens, dim, tensor)
+def rows_like(tensor: Tensor, tokens: int | None = None) -> Tensor:
+    """The same, of the shape of `tensor` or with another number of tokens."""
+    batch, heads, own, dim = tensor.shape
+    return empty_rows(batch, heads, own if tokens is None else tokens, dim, tensor)
 
 
 def gradients(

@@ -18,7 +18,7 @@ from linvit.errors import LinvitError
 from linvit.kernels import mobile_launch as launch
 from linvit.kernels.dispatch import no_kernels_on, unserved
 from linvit.kernels.linear import packed_source, plain
-from linvit.kernels.linear_launch import empty_rows, unpack
+from linvit.kernels.linear_launch import rows_like, unpack
 
 SMALL = (1, 2, 4, 8)  # channels of a small head that fit the tiles
 WIDEST = 2048  # channels of a token that fit a program's registers
@@ -107,7 +107,7 @@ def _forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, flow: Tensor, state: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = empty_rows(*q.shape, q), empty_rows(*k.shape, k), empty_rows(*v.shape, v)
+    dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
     launch.backward(grad, q, k, v, mask, flow, state, dq, dk, dv, *how)
     return dq, dk, dv
 
@@ -119,11 +119,11 @@ def _fake(
     small_heads = heads * head_dim // small
     numbers = small_heads * (small * (v.shape[1] * v.shape[3] // small_heads + 1) + 1)
     flow = q.new_empty((batch, tokens, 4, small), dtype=torch.float32)
-    return empty_rows(*v.shape, v), flow, q.new_empty((batch, numbers), dtype=torch.float32)
+    return rows_like(v), flow, q.new_empty((batch, numbers), dtype=torch.float32)
 
 
 def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_rows(*q.shape, q), empty_rows(*k.shape, k), empty_rows(*v.shape, v)
+    return rows_like(q), rows_like(k), rows_like(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linvit.kernels.linear_launch import Launch, empty_rows, processors
+from linvit.kernels.linear_launch import Launch, processors, rows_like
 from linvit.kernels.linear_plan import power_of_two
 
 GROUP = 64  # channels that one program of the split kernels takes
@@ -154,7 +154,7 @@ def forward(
     how.keys(k, v, flow, mask, counts, partial)
     if how.combine is not None:
         how.combine(partial, state, counts)
-    out = empty_rows(*v.shape, v)
+    out = rows_like(v)
     how.queries(q, flow, state, out)
     return out, flow, state
 

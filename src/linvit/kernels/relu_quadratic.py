@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from linvit.kernels import relu_quadratic_cpu, relu_quadratic_launch
 from linvit.kernels.dispatch import interpreted, unserved
 from linvit.kernels.linear import packed_source, plain
-from linvit.kernels.linear_launch import empty_rows, unpack
+from linvit.kernels.linear_launch import rows_like, unpack
 
 WIDEST = 256  # channels of a head that fit a program's registers
 
@@ -90,17 +90,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = empty_rows(*q.shape, q), empty_rows(*k.shape, k), empty_rows(*v.shape, v)
+    dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
     home(q).backward(grad, q, k, v, mask, dq, dk, dv)
     return dq, dk, dv
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    return empty_rows(*q.shape[:3], v.shape[3], v)
+    return rows_like(v, q.shape[2])
 
 
 def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_rows(*q.shape, q), empty_rows(*k.shape, k), empty_rows(*v.shape, v)
+    return rows_like(q), rows_like(k), rows_like(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from linvit.kernels.linear_launch import empty_rows
+from linvit.kernels.linear_launch import rows_like
 
 TILE_NUMBERS = 2**19  # scores of one tile: 2 MiB of float32
 
@@ -34,7 +34,7 @@ def lifted(x: Tensor, keep: Tensor | None = None) -> Tensor:
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     keep = None if mask is None else mask[:, None, :, None]
     factor, rows = factors(q, k, mask), tile_rows(q.shape[1])
-    out = empty_rows(*q.shape[:3], v.shape[3], v)
+    out = rows_like(v, q.shape[2])
     k, v = lifted(k, keep).transpose(-2, -1), lifted(v, keep)
     for b in range(q.shape[0]):
         for m in parts(q.shape[2], rows):
