@@ -27,6 +27,9 @@ def test_a_run_learns_and_leaves_its_models(tmp_path: Path) -> None:
     assert accuracy(best)["top1"] == outcome.best["top1"]
     records = read_log(tmp_path)
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(4, 33, 4))
+    assert [r["step"] for r in records if r["kind"] == "eval"] == list(range(0, 33, 4)), "and before the first step"
+    seconds = [r["seconds"] for r in records]
+    assert seconds[0] == 0 and seconds == sorted(seconds) and seconds[-1] < outcome.seconds
     assert all(r["images_per_second"] > 0 and math.isfinite(r["loss"]) for r in records if r["kind"] == "train")
 
 
@@ -172,7 +175,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("linvit.training.logs.tensorboard", lambda folder: Board())
     train(folder=tmp_path, log_steps=2, epochs=1)
-    assert written["train/loss"] == [2, 4] and written["eval/top1"] == [4] and "closed" in written
+    assert written["train/loss"] == [2, 4] and written["eval/top1"] == [0, 4] and "closed" in written
 
 
 def test_settings_of_the_process_come_back() -> None:

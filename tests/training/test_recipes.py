@@ -103,6 +103,8 @@ def test_stages_can_be_set() -> None:
     changed = override(recipe("fast"), ["stages.align.epochs=2", "stages.align.lr=none"])
     assert changed.stages[0] == Stage("align", "alignment", 2, None, "attention") and changed.epochs == 18
     assert [stage.epochs for stage in override(recipe("fast"), ["epochs=5"]).stages] == [1, 1, 3]
+    plain = override(recipe("fast"), ["stages.align.epochs=0", "stages.features.epochs=0", "epochs=20"])
+    assert [(stage.name, stage.epochs) for stage in plain.stages] == [("finetune", 20)]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_stages_can_be_set() -> None:
         ("mesa=1", "mesa learns from the moving average"),
         ("accumulate=3", "batch_size=256 is not a multiple of accumulate=3"),
         ("stages.aling.lr=1", "unknown stage of recipe fast 'aling'; did you mean align?"),
-        ("stages.align.epochs=0", "stage align has 0.0 epochs"),
+        ("stages.align.epochs=-1", "stage align has -1.0 epochs"),
         ("stages=1", "stages cannot be set"),
     ],
 )

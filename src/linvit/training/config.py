@@ -178,7 +178,8 @@ def check(what: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def override(config: Config, settings: Iterable[str]) -> Config:
-    """The config with `field=value` settings, each read as the field's type. `epochs` with stages scales them all."""
+    """The config with `field=value` settings, each read as the field's type. With stages, `epochs`
+    scales them all, and a stage of 0 epochs is left out."""
     changes: dict[str, Any] = {}
     stages = {stage.name: stage for stage in config.stages}
     for setting in settings:
@@ -190,7 +191,11 @@ def override(config: Config, settings: Iterable[str]) -> Config:
             _, stage, field = (*name.split(".", 2), "")[:3]
             if stage not in stages:
                 raise unknown(f"stage of recipe {config.recipe}", stage, stages)
-            stages[stage] = replace(stages[stage], **{field: read(Stage, field, text)})
+            value = read(Stage, field, text)
+            if field == "epochs" and value == 0 and len(stages) > 1:
+                del stages[stage]
+            else:
+                stages[stage] = replace(stages[stage], **{field: value})
         elif name in ("recipe", "stages"):
             raise LinvitError(f"{name} cannot be set: choose a recipe, or set stages.NAME.FIELD")
         else:

@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linvit.errors import LinvitError
 from linvit.training.average import Average, measure_batch_norm
@@ -34,6 +33,7 @@ from linvit.training.optimiser import classifier_name, clip, make_optimiser, sel
 from linvit.training.processes import average_gradients, share_from_first
 from linvit.training.repeating import repeatable
 from linvit.training.schedule import stage_schedule
+from linvit.training.sizes import resized
 from linvit.training.window import Window
 
 SCORE = "top1"  # what the best weights are best in
@@ -111,9 +111,10 @@ class Engine:
         restored = None
         if found is not None:
             self.step, restored = found
+            self.window.spent = restored[1]["seconds"]
             notes.append(f"resumed after step {self.step} of {self.steps}")
         if self.folder is not None:
-            cut_log(self.folder, self.step)
+            cut_log(self.folder, self.step if restored is not None else -1)
         self.log = Log(self.folder, self.watch)
         began = time.perf_counter()
         metrics: dict[str, float] = {}
@@ -122,6 +123,8 @@ class Engine:
                 self.log.add("note", self.step, {"text": note})
             self.stream = self.batches()
             with repeatable(self.config.deterministic):
+                if restored is None:
+                    self.measure()  # what conversion left, before anything is learnt
                 for phase, end in zip(self.phases, self.ends, strict=True):
                     if self.step < end:
                         metrics = self.run_stage(phase, end, restored)
@@ -171,8 +174,9 @@ class Engine:
             if ended or self.step % every == 0:
                 metrics = self.measure()
             if self.keeper.due() or self.step == self.steps:
-                self.keeper.save(self.step, self.optimiser, self.window.bad)
-                self.window.pause()
+                self.window.stop_clock()
+                self.keeper.save(self.step, self.optimiser, self.window.bad, self.window.spent)
+                self.window.start_clock()
         if mesa is not None:
             mesa.hook.remove()
         return metrics
@@ -187,7 +191,7 @@ class Engine:
         for _ in range(self.config.accumulate):
             images, targets = next(self.stream)
             with self.accelerator.autocast():
-                entries = compute(self.resized(images, self.step), targets)
+                entries = compute(resized(images, self.config, self.step), targets)
             self.accelerator.backward(entries["loss"])
             self.window.note(entries)
             wrong = wrong + ~torch.isfinite(entries["loss"].detach())
@@ -225,15 +229,6 @@ class Engine:
         if self.accelerator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def resized(self, images: Tensor, step: int) -> Tensor:
-        """The images in this step's size, which all processes draw alike."""
-        sizes = self.config.random_sizes
-        if not sizes:
-            return images
-        draw = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
-        size = sizes[int(torch.randint(len(sizes), (), generator=draw))]
-        return images if images.shape[-1] == size else F.interpolate(images, size, mode="bicubic", antialias=True)
-
     def compiled(self, objective: Objective) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
         """The objective as one function of a batch, teacher and loss included, compiled where the config says so."""
 
@@ -250,10 +245,10 @@ class Engine:
         values, bad = self.window.read()
         if bad is not None:
             self.stop_diverged(bad)
+        self.window.stop_clock()
         speed = self.window.images_per_second(self.config.batch_size)
         self.speeds += [speed] if speed is not None else []
-        epoch = round(self.step / self.epoch_steps, 4)
-        record = {"stage": stage.name, "epoch": epoch, **values, "lr": lr, "images_per_second": speed}
+        record = {"stage": stage.name, **self.so_far(), **values, "lr": lr, "images_per_second": speed}
         kept = self.masks.take_history(self.step)
         self.log.add("train", self.step, {**record, "steps": self.steps, **({"kept": kept} if kept else {})})
         self.window.begin()
@@ -262,7 +257,7 @@ class Engine:
         """Evaluate the shown weights, and keep them if they are the best."""
         if self.evaluate is None:
             return {}
-        began, shown = time.perf_counter(), self.keeper.shown
+        shown = self.keeper.shown
         if self.config.bn_images:
             count = -(-self.config.bn_images * self.config.accumulate // self.config.batch_size)
             batches = (images for (images, _), _ in zip(self.source.epoch(0), range(count), strict=False))
@@ -274,12 +269,13 @@ class Engine:
             metrics = dict(self.evaluate(shown))
         self.model.train()
         self.keeper.offer(self.step, metrics[SCORE], metrics)
-        seconds = round(time.perf_counter() - began, 3)
-        self.log.add(
-            "eval", self.step, {"epoch": round(self.step / self.epoch_steps, 4), **metrics, "seconds": seconds}
-        )
+        self.log.add("eval", self.step, {**self.so_far(), **metrics})
         self.window.begin()
         return metrics
+
+    def so_far(self) -> dict[str, float]:
+        """Epochs and seconds of training, without evaluations and checkpoints."""
+        return {"epoch": round(self.step / self.epoch_steps, 4), "seconds": round(self.window.spent, 3)}
 
     def stop_diverged(self, step: int) -> None:
         """Run the batch of the bad step again to find the layer, and say what is left."""
@@ -288,7 +284,7 @@ class Engine:
         stream = self.source.epoch(*divmod(step * self.config.accumulate, self.source.batches))
         for (images, targets), _ in zip(stream, parts, strict=False):
             with self.accelerator.autocast():
-                where = where or find_bad_layer(self.model, self.objective, self.resized(images, step), targets)
+                where = where or find_bad_layer(self.model, self.objective, resized(images, self.config, step), targets)
         where = next((place for place in gather_object([where]) if place), None)  # it may be another process's batch
         files = self.keeper.checkpoints.files() if self.keeper.checkpoints else []
         left = f"the last good checkpoint is {files[0]}" if files else "there was no checkpoint yet"

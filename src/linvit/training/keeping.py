@@ -50,7 +50,7 @@ class Keeper:
     def due(self) -> bool:
         return self.checkpoints is not None and time.perf_counter() - self.saved >= self.seconds
 
-    def save(self, step: int, optimiser: Any, bad: Tensor) -> None:
+    def save(self, step: int, optimiser: Any, bad: Tensor, seconds: float) -> None:
         """Write a checkpoint, unless the loss has become no number: then the last good one stays the last."""
         if self.checkpoints is None or not self.accelerator.is_main_process or bad.item():
             return
@@ -68,6 +68,7 @@ class Keeper:
             "scaler": scaler.state_dict() if scaler is not None else None,
             "best": self.best[1] if self.best is not None else None,
             "processes": self.accelerator.num_processes,
+            "seconds": seconds,
         }
         self.checkpoints.save(step, {**tensors, **moments}, state)
         self.saved = time.perf_counter()

@@ -17,6 +17,7 @@ class Window:
         self.accelerator = accelerator
         self.bad = torch.zeros((), device=accelerator.device)  # 1 from the first step whose loss is no number
         self.good = torch.zeros((), device=accelerator.device, dtype=torch.float64)  # the step before which all were
+        self.spent = 0.0  # seconds of training in all windows so far
         self.begin()
 
     def begin(self) -> None:
@@ -41,8 +42,11 @@ class Window:
         self.steps += 1
         self.timed += 1
 
-    def pause(self) -> None:
-        """Start the clock anew: a checkpoint is no training time."""
+    def stop_clock(self) -> None:
+        """What comes now, an evaluation or a checkpoint, is no training time; `begin` or `start_clock` ends it."""
+        self.spent += time.perf_counter() - self.began
+
+    def start_clock(self) -> None:
         self.began, self.timed = time.perf_counter(), 0
 
     def read(self) -> tuple[dict[str, float], int | None]:
