@@ -94,4 +94,7 @@ def _eager(row: dict[str, Any] | None) -> str:
 def _speed(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return f"{row['images_per_second']:,.4g}" if row["status"] == "ok" else row["status"]
+    if row["status"] != "ok":
+        return row["status"]
+    speed = row["images_per_second"]
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
