@@ -97,8 +97,7 @@ def photograph(out: Console) -> None:
         f"{MODEL}, batch 1, float32, eager, one thread, the models in turn, median of at least {ROUNDS} rounds; "
         f"{cpu()}, torch {torch.__version__}. "
         "Sizes above 427 are enlarged. “cosine” is between the features and softmax's: how far the swap alone turns "
-        "them. The weights are random, so it says nothing about accuracy. “error” is against float64, relative. "
-        "The quadratic layers of mixa write out their N×N maps, which softmax's fused kernel does not.",
+        "them. The weights are random, so it says nothing about accuracy. “error” is against float64, relative.",
         style="italic",
     )
     draw(picture, rows, FOLDER / "photograph.png")
