@@ -10,6 +10,7 @@ from linvit.attention import TokenGrid, create_attention
 from linvit.attention.linear import LinearAttention
 from linvit.errors import LinvitError
 from tests.attention.cases import Case, call, cases, inputs, relative_rms
+from tests.kernels.conftest import ON_GPU
 
 GRID = TokenGrid(4, 6)
 CASES = [case for case in cases() if isinstance(case.build(GRID), LinearAttention)]
@@ -65,3 +66,18 @@ def test_auto_takes_the_kernel_where_it_can_and_triton_says_why_not(device: torc
             create_attention("stella", impl="triton")(q.double(), k.double(), v.double())
         with pytest.raises(LinvitError, match="Triton kernel"):
             create_attention("hydra", impl="triton")(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["stella", "elu_linear", "castling", "qt", "efficient"])
+def test_compiles_as_one_graph_with_gradients(name: str, device: torch.device) -> None:
+    mechanism = create_attention(name, heads=2, head_dim=8, impl="triton").to(device)
+    qkv = torch.randn(2, 24, 3, 2, 8, device=device, requires_grad=True)
+
+    def loss(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return mechanism(q, k, v, TokenGrid(4, 6)).sin().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    (found,), (wanted,) = (torch.autograd.grad(run(qkv), qkv) for run in (compiled, loss))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
