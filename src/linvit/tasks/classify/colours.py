@@ -59,16 +59,16 @@ def autocontrast(images: Tensor) -> Tensor:
 
 
 def equalise(images: Tensor) -> Tensor:
-    """Each channel's histogram made flat, by Pillow's table."""
-    levels = images.round().long().flatten(2)
-    counts = torch.zeros(*levels.shape[:2], 256, dtype=torch.long, device=images.device)
-    counts.scatter_add_(2, levels, torch.ones_like(levels))
-    last = 255 - (counts.flip(-1) > 0).to(torch.uint8).argmax(-1, keepdim=True)
-    step = (levels.shape[-1] - counts.gather(2, last)) // 255
+    """Each channel's histogram made flat, by Pillow's table. Sorted pixels give the histogram: counting into bins would
+    not repeat itself on a GPU without detours."""
+    levels = images.round().to(torch.uint8).flatten(2)
+    ordered = levels.sort(-1).values
+    edges = torch.arange(256, dtype=torch.uint8, device=images.device).expand(*levels.shape[:2], 256).contiguous()
+    below = torch.searchsorted(ordered, edges)  # pixels darker than each level
+    step = below.gather(2, ordered[..., -1:].long()) // 255
     safe = step.clamp(min=1)
-    table = ((counts.cumsum(-1) - counts + safe // 2) // safe).clamp(max=255)
-    table = torch.where(step > 0, table, torch.arange(256, device=images.device))
-    return table.gather(2, levels).view(images.shape).to(images.dtype)
+    table = torch.where(step > 0, ((below + safe // 2) // safe).clamp(max=255), edges)
+    return table.gather(2, levels.long()).view(images.shape).to(images.dtype)
 
 
 def posterise(images: Tensor, bits: Tensor) -> Tensor:
