@@ -76,6 +76,7 @@ class Config:
     ema: float | None = None
     ema_ramp: float = 0  # steps t of the ramp decay·(1 − exp(−step/t))
     stages: tuple[Stage, ...] = ()  # none: one supervised stage
+    fit_projections: int = 0  # images to solve the layers' output projections on, before an alignment begins
 
     # Steps.
     batch_size: int = 1024  # images a step, over all processes and accumulated parts
@@ -127,7 +128,16 @@ class Config:
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:
                 raise LinvitError(f"{name}={getattr(self, name)}: it must be above 0")
-        for name in ("warmup_epochs", "cooldown_epochs", "weight_decay", "min_lr", "warmup_lr", "mesa", "bn_images"):
+        for name in (
+            "warmup_epochs",
+            "cooldown_epochs",
+            "weight_decay",
+            "min_lr",
+            "warmup_lr",
+            "mesa",
+            "bn_images",
+            "fit_projections",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise LinvitError(f"{name}={getattr(self, name)}: it must not be negative")
         shares = ("flip", "erasing", "mixup_prob", "mixup_switch", "label_smoothing", "distillation_weight")

@@ -42,10 +42,11 @@ FREE = ("log_steps", "checkpoint_seconds")  # settings that a resumed run may ch
 
 @dataclass(frozen=True)
 class Phase:
-    """A stage and what it minimises."""
+    """A stage and what it minimises; `prepare`, where there is one, gets an epoch's batches before the first step."""
 
     stage: Stage
     objective: Objective
+    prepare: Callable[[Iterator[tuple[Tensor, Tensor]]], object] | None = None
 
 
 @dataclass
@@ -145,6 +146,10 @@ class Engine:
         self.trainable = select_trainable(self.model, stage.trainable)
         optimiser = make_optimiser(config, self.model, self.trainable)
         self.optimiser = self.accelerator.prepare_optimizer(optimiser, device_placement=False)
+        self.window.begin()
+        if phase.prepare is not None and self.step == start:
+            phase.prepare(self.source.epoch(0))
+            share_from_first(self.accelerator, self.model.parameters())
         if restored is not None and self.step > start:
             self.keeper.restore_optimiser(optimiser, restored)
         elif self.average is not None:
@@ -159,6 +164,7 @@ class Engine:
         metrics: dict[str, float] = {}
         self.model.train()
         self.window.good.fill_(self.step)
+        self.window.stop_clock()
         self.window.begin()
         while self.step < end:
             if mesa is not None:

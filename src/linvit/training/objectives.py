@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -12,6 +14,7 @@ from linvit.training.contract import Objective
 from linvit.training.distillation import Distillation, Teacher
 from linvit.training.engine import Phase
 from linvit.training.losses import Supervised
+from linvit.training.projections import fit_projections
 
 LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -21,7 +24,13 @@ def make_phases(config: Config, student: nn.Module, teacher: nn.Module | None = 
     if config.needs_teacher and teacher is None:
         raise LinvitError(f"recipe {config.recipe} learns from a teacher: give one, or set distillation=none")
     asked = Teacher(teacher, precision=LOWERED.get(config.precision)) if teacher is not None else None
-    return [Phase(stage, objective(config, stage, student, asked)) for stage in config.plan_of_stages()]
+    phases = []
+    for stage in config.plan_of_stages():
+        fitting = None
+        if asked is not None and stage.objective == "alignment" and config.fit_projections:
+            fitting = partial(fit_projections, asked, student, images=config.fit_projections)
+        phases.append(Phase(stage, objective(config, stage, student, asked), fitting))
+    return phases
 
 
 def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher | None) -> Objective:

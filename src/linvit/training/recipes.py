@@ -205,9 +205,9 @@ def fair(model: str = "") -> Config:
 def fast(model: str = "") -> Config:
     """Ours: a converted model gets its accuracy back in minutes, in three stages.
 
-    First every converted layer learns, without labels, to do what its original did on the teacher's inputs; all layers
-    at once. Then the features of whole blocks are aligned, and last comes a short distilled fine-tune. The values are
-    this project's own choice.
+    First every converted layer learns, without labels, to do what its original did on the teacher's inputs: all layers
+    at once, their output projections by least squares before the first step. Then the features of whole blocks are
+    aligned, and last comes a short distilled fine-tune. The values are this project's own choice.
     """
     stages = (
         Stage("align", "alignment", 4, lr=1e-3, trainable="attention"),
@@ -225,6 +225,7 @@ def fast(model: str = "") -> Config:
         weight_decay=0.05,
         clip_norm=1.0,
         stages=stages,
+        fit_projections=2048,
         mixup=0.2,
         distillation="soft",
         temperature=2.0,

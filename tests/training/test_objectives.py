@@ -1,0 +1,67 @@
+"""From a config to phases: which stage learns what, and what happens before it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import linvit
+from linvit.errors import LinvitError
+from linvit.training.alignment import AttentionAlignment, FeatureAlignment
+from linvit.training.config import Config, override
+from linvit.training.distillation import Distillation
+from linvit.training.engine import Engine
+from linvit.training.losses import Supervised
+from linvit.training.objectives import make_phases
+from linvit.training.processes import make_accelerator
+from linvit.training.recipes import recipe
+from tests.training.toys import ToySource, accuracy, same, small_model, weights
+
+FAST = override(recipe("fast"), ["epochs=5", "batch_size=8", "precision=fp32", "mixup=0", "fit_projections=24"])
+
+
+def pair() -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A teacher and its converted student."""
+    teacher = small_model()
+    student = copy.deepcopy(teacher)
+    linvit.convert(student, "stella", input_size=(8, 8))
+    return teacher, student
+
+
+def test_stages_get_their_objectives() -> None:
+    teacher, student = pair()
+    phases = make_phases(FAST, student, teacher)
+    assert [type(phase.objective) for phase in phases] == [AttentionAlignment, FeatureAlignment, Distillation]
+    assert [phase.prepare is not None for phase in phases] == [True, False, False]
+    (plain,) = make_phases(Config(loss="bce", label_smoothing=0.1), student)
+    assert isinstance(plain.objective, Supervised) and plain.objective.smoothing == 0.1
+
+
+def test_a_teacher_is_needed() -> None:
+    with pytest.raises(LinvitError, match="recipe fast learns from a teacher"):
+        make_phases(FAST, small_model("stella"))
+
+
+def run(folder: Path | None, student: torch.nn.Module, teacher: torch.nn.Module, **options: bool) -> Engine:
+    phases = make_phases(FAST, student, teacher)
+    made = Engine(make_accelerator(FAST, "cpu"), student, FAST, ToySource(), phases, folder=folder, evaluate=accuracy)
+    made.run(**options)
+    return made
+
+
+def test_projections_are_solved_before_the_first_step(tmp_path: Path) -> None:
+    teacher, student = pair()
+    images, targets = next(ToySource().epoch(0))
+    align = make_phases(FAST, student, teacher)[0]
+    assert align.prepare is not None
+    before, error = weights(student), align.objective(student, images, targets)["loss"].item()
+    align.prepare(ToySource().epoch(0))
+    moved = {name for name, tensor in weights(student).items() if not torch.equal(tensor, before[name])}
+    assert moved == {f"blocks.{i}.attn.proj.{part}" for i in range(2) for part in ("weight", "bias")}
+    assert align.objective(student, images, targets)["loss"].item() < error
+    whole = run(tmp_path, pair()[1], teacher)
+    again = run(tmp_path, pair()[1], teacher, resume=True)
+    assert same(weights(whole.model), weights(again.model)), "and not again when a run goes on"
