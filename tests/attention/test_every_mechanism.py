@@ -226,6 +226,14 @@ def test_key_mask_drops_keys(case: Case) -> None:
 
 
 @every
+def test_triton_is_never_replaced_in_silence(case: Case) -> None:
+    """On the CPU no kernel can serve, so asking for one is an error."""
+    grid = supported(case, TokenGrid(4, 4, 1))
+    with pytest.raises(LinvitError, match="Triton kernel"):
+        call(case.build(grid, impl="triton"), inputs(grid), grid)
+
+
+@every
 def test_autocast_stays_outside(case: Case) -> None:
     grid = supported(case, TokenGrid(4, 4, 1))
     mechanism = case.build(grid)

@@ -34,6 +34,8 @@ class Softmax(Mechanism):
         return self.implied_map(q, k, call) @ v
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        if self.impl == "triton":
+            return None
         bias = call.bias
         if call.mask is not None and bias is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask[:, None, None, :])

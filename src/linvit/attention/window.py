@@ -77,7 +77,9 @@ class Window(Mechanism):
         return self.mix(q, k, v, call, attend)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        return self.mix(q, k, v, call, attend_fused) if call.mask is None else None
+        if call.mask is not None or self.impl == "triton":
+            return None
+        return self.mix(q, k, v, call, attend_fused)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, call: Call, attention: Callable[..., Tensor]) -> Tensor:
         grid, tiling = call.grid, self.tiling(call.grid)
