@@ -16,13 +16,15 @@ from linvit.kernels.linear_launch import rows_like
 TILE_NUMBERS = 2**19  # scores of one tile: 2 MiB of float32
 
 
-def tile_rows(heads: int) -> int:
-    """Rows of a square tile whose scores, of all heads together, stay in the cache."""
-    return max(64, min(512, 1 << int(math.log2(TILE_NUMBERS / heads) / 2)))
+def cut(batch: int, heads: int, queries: int, keys: int) -> tuple[list[slice], int]:
+    """Groups of images, and rows of a square tile, so that the scores of a tile and a group stay in the cache."""
+    rows = max(64, min(512, 1 << int(math.log2(TILE_NUMBERS / heads) / 2)))
+    images = max(1, TILE_NUMBERS // (heads * min(rows, queries) * min(rows, keys)))
+    return parts(batch, images), rows
 
 
-def parts(tokens: int, rows: int) -> list[slice]:
-    return [slice(start, start + rows) for start in range(0, tokens, rows)]
+def parts(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def lifted(x: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -33,16 +35,18 @@ def lifted(x: Tensor, keep: Tensor | None = None) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     keep = None if mask is None else mask[:, None, :, None]
-    factor, rows = factors(q, k, mask), tile_rows(q.shape[1])
+    groups, rows = cut(*q.shape[:3], k.shape[2])
     out = rows_like(v, q.shape[2])
-    k, v = lifted(k, keep).transpose(-2, -1), lifted(v, keep)
-    for b in range(q.shape[0]):
+    k, v = lifted(k, keep), lifted(v, keep)
+    factor = factors(k, mask)
+    for b in groups:
+        keys, values = k[b].flatten(0, 1).transpose(-2, -1), v[b].flatten(0, 1)
         for m in parts(q.shape[2], rows):
-            q_tile = lifted(q[b, :, m]) * factor[b]
+            q_tile = (lifted(q[b, :, m]) * factor[b]).flatten(0, 1)
             total = v.new_empty(*q_tile.shape[:2], v.shape[3])
             for n in parts(v.shape[2], rows):
-                total.baddbmm_(torch.bmm(q_tile, k[b, :, :, n]).relu_(), v[b, :, n], beta=float(n.start > 0))
-            out[b, :, m] = total
+                total.baddbmm_(torch.bmm(q_tile, keys[:, :, n]).relu_(), values[:, n], beta=float(n.start > 0))
+            out[b, :, m] = total.unflatten(0, (-1, q.shape[1]))
     return out
 
 
@@ -50,28 +54,30 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
     keep = None if mask is None else mask[:, None, :, None]
-    factor, rows = factors(q, k, mask), tile_rows(q.shape[1])
+    groups, rows = cut(*q.shape[:3], k.shape[2])
     k, v = lifted(k, keep), lifted(v, keep)
-    for b in range(q.shape[0]):
-        dk_total, dv_total = torch.empty_like(k[b]), torch.empty_like(v[b])
+    factor, heads = factors(k, mask), (-1, q.shape[1])
+    for b in groups:
+        keys, values = k[b].flatten(0, 1), v[b].flatten(0, 1)
+        d_keys, d_values = torch.empty_like(keys), torch.empty_like(values)
         for m in parts(q.shape[2], rows):
-            q_tile, g_tile = lifted(q[b, :, m]) * factor[b], lifted(grad[b, :, m])
+            q_tile = (lifted(q[b, :, m]) * factor[b]).flatten(0, 1)
+            g_tile = lifted(grad[b, :, m]).flatten(0, 1)
             total = torch.empty_like(q_tile)
             for n in parts(k.shape[2], rows):
-                k_tile, v_tile = k[b, :, n], v[b, :, n]
-                weight = torch.bmm(q_tile, k_tile.transpose(-2, -1)).relu_()
-                dv_total[:, n].baddbmm_(weight.transpose(-2, -1), g_tile, beta=float(m.start > 0))
-                d_weight = torch.bmm(g_tile, v_tile.transpose(-2, -1))
+                weight = torch.bmm(q_tile, keys[:, n].transpose(-2, -1)).relu_()
+                d_values[:, n].baddbmm_(weight.transpose(-2, -1), g_tile, beta=float(m.start > 0))
+                d_weight = torch.bmm(g_tile, values[:, n].transpose(-2, -1))
                 torch.ops.aten.threshold_backward.grad_input(d_weight, weight, 0, grad_input=d_weight)
-                dk_total[:, n].baddbmm_(d_weight.transpose(-2, -1), q_tile, beta=float(m.start > 0))
-                total.baddbmm_(d_weight, k_tile, beta=float(n.start > 0))
-            dq[b, :, m] = total * factor[b]
-        dk[b], dv[b] = dk_total, dv_total
+                d_keys[:, n].baddbmm_(d_weight.transpose(-2, -1), q_tile, beta=float(m.start > 0))
+                total.baddbmm_(d_weight, keys[:, n], beta=float(n.start > 0))
+            dq[b, :, m] = total.unflatten(0, heads) * factor[b]
+        dk[b], dv[b] = d_keys.unflatten(0, heads), d_values.unflatten(0, heads)
 
 
-def factors(q: Tensor, k: Tensor, mask: Tensor | None) -> list[float]:
-    """1 / (√d · keys that take part) of each image."""
-    scale = q.shape[-1] ** -0.5
+def factors(k: Tensor, mask: Tensor | None) -> Tensor:
+    """1 / (√d · keys that take part) of each image, `(batch, 1, 1, 1)`."""
+    scale = k.shape[-1] ** -0.5
     if mask is None:
-        return [scale / max(1, k.shape[2])] * q.shape[0]
-    return [scale / max(1, int(count)) for count in mask.sum(-1)]
+        return k.new_full((k.shape[0], 1, 1, 1), scale / k.shape[2])
+    return scale / mask.sum(-1).clamp_min(1).to(k.dtype)[:, None, None, None]
