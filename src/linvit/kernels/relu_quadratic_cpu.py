@@ -16,8 +16,9 @@ from linvit.kernels.linear_launch import rows_like
 TILE_NUMBERS = 2**19  # scores of one tile: 2 MiB of float32
 
 
-def cut(batch: int, heads: int, queries: int, keys: int) -> tuple[list[slice], int]:
+def cut(q: Tensor, keys: int) -> tuple[list[slice], int]:
     """Groups of images, and rows of a square tile, so that the scores of a tile and a group stay in the cache."""
+    batch, heads, queries, _ = q.shape
     rows = max(64, min(512, 1 << int(math.log2(TILE_NUMBERS / heads) / 2)))
     images = max(1, TILE_NUMBERS // (heads * min(rows, queries) * min(rows, keys)))
     return parts(batch, images), rows
@@ -35,7 +36,7 @@ def lifted(x: Tensor, keep: Tensor | None = None) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     keep = None if mask is None else mask[:, None, :, None]
-    groups, rows = cut(*q.shape[:3], k.shape[2])
+    groups, rows = cut(q, k.shape[2])
     out = rows_like(v, q.shape[2])
     k, v = lifted(k, keep), lifted(v, keep)
     factor = factors(k, mask)
@@ -54,7 +55,7 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
     keep = None if mask is None else mask[:, None, :, None]
-    groups, rows = cut(*q.shape[:3], k.shape[2])
+    groups, rows = cut(q, k.shape[2])
     k, v = lifted(k, keep), lifted(v, keep)
     factor, heads = factors(k, mask), (-1, q.shape[1])
     for b in groups:
