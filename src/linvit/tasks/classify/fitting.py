@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -57,6 +58,8 @@ def fit(
         watch({"kind": "note", "step": 0, "text": f"{type(model).__name__} has no place for drop path: left out"})
     size = config.input_size or max(config.random_sizes, default=None)
     preprocessing = Preprocessing.of(model, size, config.test_crop)
+    for side in {*config.random_sizes, *([size] if size else [])}:
+        check_size(model, side, len(preprocessing.mean))
     make = SourceMaker(accelerator, config, preprocessing, classes, loader, workers, progress)
     source = make(train, Augmentation.of(config))
     measure: Callable[[nn.Module], Mapping[str, float]] | None = None
@@ -148,6 +151,23 @@ class SourceMaker:
             return self.loader == "resident"
         height, width = self.preprocessing.size
         return isinstance(split, Images) and len(split) * 3 * height * width <= SMALL
+
+
+@torch.no_grad()
+def check_size(model: nn.Module, side: int, channels: int) -> None:
+    """Whether the model takes images of this size; many are built for one."""
+    like = next(model.parameters())
+    training = model.training
+    try:
+        model.eval()(torch.zeros(1, channels, side, side, device=like.device, dtype=like.dtype))
+    except (AssertionError, RuntimeError, LinvitError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise LinvitError(
+            f"{type(model).__name__} cannot take images of {side} pixels ({reason}): set input_size=none random_sizes= "
+            "for its own size, or build it with --model-arg dynamic_img_size=true"
+        ) from None
+    finally:
+        model.train(training)
 
 
 def outputs_of(model: Any) -> int:
