@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+import timm
 import torch
 
 from linvit.conversion import convert, find_hosts
@@ -133,3 +134,9 @@ def test_report_says_what_happened(family: Family) -> None:
     assert f"{family.native} → stella" in text
     for name, _ in find_hosts(model):
         assert name in text
+
+
+def test_a_model_built_for_another_image_size_is_probed_at_that_size() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=(64, 96), depth=1, embed_dim=48, num_classes=7)
+    convert(model, "qt")
+    assert model(torch.randn(2, 3, 64, 96)).isfinite().all()

@@ -206,8 +206,9 @@ def remember(model: nn.Module, plan: Plan, drop: set[str], input_size: tuple[int
 
 
 def own_size(model: Any) -> tuple[int, int]:
-    """The image size a model is meant for, as timm or Hugging Face notes it."""
-    size: Any = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    """The image size a model is meant for: the one it was built for, else as timm or Hugging Face notes it."""
+    size: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    size = size or (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     size = size or getattr(getattr(model, "config", None), "image_size", 224)
     return (size, size) if isinstance(size, int) else tuple(size[-2:])
 
