@@ -11,6 +11,7 @@ from timm.data.dataset import IterableImageDataset
 
 from linvit.errors import LinvitError
 from linvit.tasks.classify import Augmentation, Images, Preprocessing, Stream, Streamed, open_images
+from linvit.tasks.classify.preprocessing import posterise, seeded
 from tests.tasks.classify.pictures import photographs, stack
 from tests.tasks.classify.test_data import break_image, make_folder
 from tests.tasks.classify.test_resident import equal
@@ -36,6 +37,14 @@ def test_batches_depend_on_neither_workers_nor_the_past() -> None:
     working = Streamed(some(), SIZE, 4, 5, augmentation=FULL, seed=1, workers=2)
     assert equal(first, list(working.epoch(3)))
     assert equal(first[3:], list(working.epoch(3, skip=3)))
+
+
+def test_randaugment_at_full_strength_posterises_to_black() -> None:
+    transform = Augmentation(randaugment="rand-m10-n8-p1.0-inc1").transform(SIZE, (24, 24))
+    for seed in range(20):
+        with seeded(seed):
+            assert transform(photographs()[0]).shape == (3, 24, 24)
+    assert posterise(photographs()[0], 0).getextrema() == ((0, 0),) * 3
 
 
 def test_the_training_keeps_its_random_numbers() -> None:

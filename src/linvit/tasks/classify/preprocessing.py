@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_model_data_config
 from torch import nn
 
@@ -32,7 +33,7 @@ class Preprocessing:
     def of(cls, model: nn.Module, size: int | None = None, crop: float | None = None) -> Preprocessing:
         """The model's own, as timm notes it. A model built for another image size knows that one."""
         noted = resolve_model_data_config(model)
-        built = getattr(getattr(model, "patch_embed", None), "img_size", None) or own_size(model)
+        built = own_size(model)
         first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
         channels = first.in_channels if first is not None else len(noted["mean"])
         mean, std = noted["mean"], noted["std"]
@@ -89,7 +90,7 @@ class Augmentation:
     def transform(self, preprocessing: Preprocessing, size: tuple[int, int]) -> Any:
         """timm's transform for training, to uint8. What needs whole batches comes later, on the device."""
         whole = self.crop_scale == (1.0, 1.0)
-        return create_transform(
+        made = create_transform(
             size,
             is_training=True,
             scale=self.crop_scale,
@@ -101,6 +102,16 @@ class Augmentation:
             mean=preprocessing.mean,
             normalize=False,
         )
+        for step in made.transforms:
+            for operation in getattr(step, "ops", ()):
+                if operation.name.startswith("Posterize"):
+                    operation.aug_fn = posterise
+        return made
+
+
+def posterise(picture: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """The highest bits only. At full strength timm keeps none, which newer versions of Pillow refuse: it is black."""
+    return ImageOps.posterize(picture, bits) if bits else Image.new(picture.mode, picture.size)
 
 
 def seeds_of(count: int, *parts: int) -> list[int]:
