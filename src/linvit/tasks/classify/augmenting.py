@@ -48,8 +48,6 @@ class Augmenter:
         self.mean = 255 * torch.tensor(preprocessing.mean, device=device)
         self.std = 255 * torch.tensor(preprocessing.std, device=device)
         self.generator = torch.Generator(device)
-        mode = preprocessing.interpolation
-        self.mode = "bicubic" if mode == "bicubic" else "bilinear"
 
     @property
     def columns(self) -> list[int]:
@@ -91,7 +89,7 @@ class Augmenter:
         draws = self.policy.draw(policy) if self.policy else []
         affines = [self.policy.affine(draw, size) for draw in draws] if self.policy else []
         fill = self.mean.round()
-        pixels = resample(images, boxes, flip[:, 0] < chosen.flip, size, affines, fill, self.mode).round()
+        pixels = resample(images, boxes, flip[:, 0] < chosen.flip, size, affines, fill, chosen.interpolation).round()
         if self.policy:
             for draw in draws:
                 pixels = self.policy.colour(pixels, draw)

@@ -76,11 +76,12 @@ class Augmentation:
     cutmix: float = 0.0
     mixup_prob: float = 1.0
     mixup_switch: float = 0.5
+    interpolation: str = "bilinear"  # of the resident loader; bicubic reads four times as many pixels
 
     @classmethod
     def of(cls, config: Config) -> Augmentation:
         """What a recipe says."""
-        names = cls.__dataclass_fields__.keys() - {"crop_ratio"}
+        names = cls.__dataclass_fields__.keys() - {"crop_ratio", "interpolation"}
         return cls(**{name: getattr(config, name) for name in names})
 
     @property
