@@ -47,6 +47,12 @@ def test_scale_is_half_a_cosine() -> None:
     assert [round(masks.scale(step), 4) for step in range(6, 10)] == [0.8536, 0.5, 0.1464, 0]
 
 
+def test_annealing_over_the_whole_training(tmp_path: Path) -> None:
+    train(castled(), tmp_path, sparse_anneal=1.0, log_steps=1)
+    scales = [r["kept"]["scale"] for r in read_log(tmp_path) if r["kind"] == "train"]
+    assert scales[0] < 1 and scales[-1] == 0
+
+
 def test_other_models_have_no_masks() -> None:
     made = engine(small_model("stella"))
     assert not made.masks.names and made.masks.take_history(3) is None

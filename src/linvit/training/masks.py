@@ -24,7 +24,7 @@ class Masks:
         self.kept = [module.kept for module in found.values()]
         self.scales = [module.sparse_scale for module in found.values()]
         self.start, self.steps, self.empty = round(steps * (1 - anneal)), steps, empty
-        self.annealing = False
+        self.annealing = self.start == 0 and bool(found)  # over the whole training: there is nothing to look at before
         self.history: list[Tensor] = []
 
     def before(self, step: int) -> None:
