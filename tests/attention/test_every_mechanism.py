@@ -265,6 +265,22 @@ def test_compiles_as_one_graph(case: Case) -> None:
     torch.testing.assert_close(compiled(*tensors), module(*tensors))
 
 
+@pytest.mark.parametrize("name", ["stella", "castling"])
+def test_compiles_with_the_real_backend(name: str) -> None:
+    """Inductor, forward and backward, for one mechanism without and one with parameters."""
+    grid = TokenGrid(4, 6, 1)
+    module = Fixed(Case(name).build(grid), grid)
+    outcomes = []
+    torch._dynamo.reset()
+    for run in (module, torch.compile(module, fullgraph=True)):
+        tensors = tuple(t.requires_grad_() for t in inputs(grid))
+        out = run(*tensors)
+        out.square().sum().backward()
+        outcomes.append((out, *(t.grad for t in tensors[:3])))
+    for plain, compiled in zip(*outcomes, strict=True):
+        torch.testing.assert_close(compiled, plain)
+
+
 @every
 def test_exports(case: Case) -> None:
     grid = supported(case, TokenGrid(4, 6, 1))
