@@ -110,3 +110,11 @@ def test_scaling(linvit: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
     assert outcome.code == 1 and "over 2.6" in outcome.out
     outcome = linvit("bench", "scaling", "-m", "softmax")
     assert outcome.code == 2 and "not a mechanism that is declared linear" in outcome.err
+
+
+def test_a_committed_model_result_is_shown_without_naming_the_model(linvit: Callable[..., Outcome]) -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "model-deit_small-stella-h200.json"
+    outcome = linvit("bench", "model", "--from", str(file))
+    assert outcome.code == 0 and "deit_small_patch16_224 to stella in bf16 on NVIDIA H200" in outcome.out
+    nameless = linvit("bench", "model")
+    assert nameless.code == 2 and "give a timm model" in nameless.err

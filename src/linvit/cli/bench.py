@@ -126,7 +126,7 @@ def _measure_op(
 
 @app.command("model")
 def model(
-    name: Annotated[str, typer.Argument(help="A timm model, such as deit_small_patch16_224.")],
+    name: Annotated[str, typer.Argument(help="A timm model, such as deit_small_patch16_224.")] = "",
     to: Annotated[str, typer.Option(help="The mechanism or plan to convert to.")] = "stella",
     keep: Annotated[
         int | None, typer.Option(help="How many layers keep their attention, for plans that keep some.")
@@ -153,6 +153,8 @@ def model(
 
     if source is not None:
         result = record.read_result(source, "bench model")
+    elif not name:
+        raise LinvitError("give a timm model, such as deit_small_patch16_224, or --from FILE")
     else:
         place = _device(device)
         kind = dtype or ("bf16" if place.type == "cuda" else "fp32")

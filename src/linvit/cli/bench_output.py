@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from linvit.cli.output import table
 from linvit.measurement.scaling import LIMIT, Scaling
 from linvit.measurement.side_by_side import OTHERS, compare_models, compare_op
 
@@ -21,11 +22,9 @@ def print_op(result: dict[str, Any]) -> None:
         f"{result['mechanism']} in {result['dtype']} on {where['hardware']}, torch {where['torch']}, "
         f"memory copied at {bandwidth:.3g} TB/s; milliseconds"
     )
-    table = Table("batch, heads, head dim, tokens", "pass", "floor", "ours", "× floor")
-    for name in OTHERS:
-        table.add_column(name)
-    table.add_column("peak MiB, ours / sdpa")
-    table.add_column("eager, ours / sdpa")
+    made = columns("batch, heads, head dim, tokens", "pass", "floor", "ours", "× floor", *OTHERS)
+    made.add_column("peak MiB, ours / sdpa")
+    made.add_column("eager, ours / sdpa")
     for line in compare_op(result):
         rows, cells = line["rows"], [str(line["shape"]), line["pass"], _ms(line["floor_ms"])]
         cells += [_timed(rows.get("ours")), _number(line["times_floor"])]
@@ -34,34 +33,40 @@ def print_op(result: dict[str, Any]) -> None:
             cells.append(_timed(rows.get(name)) + ("" if faster is None else f" ({_number(faster)}×)"))
         cells.append(" / ".join(_peak(rows.get(name)) for name in ("ours", "sdpa")))
         cells.append(" / ".join(_eager(rows.get(name)) for name in ("ours", "sdpa")))
-        table.add_row(*cells)
-    _print(table)
+        made.add_row(*cells)
+    _print(made)
 
 
 def print_model(result: dict[str, Any]) -> None:
     where = result["environment"]
     print(f"{result['model']} to {result['to']} in {result['dtype']} on {where['hardware']}, torch {where['torch']}")
-    table = Table("pixels", "batch", "pass", "mode", "softmax, images/s", "converted, images/s", "ratio", "peak ratio")
+    made = columns("pixels", "batch", "pass", "mode", "softmax, images/s", "converted, images/s", "ratio", "peak ratio")
     for line in compare_models(result):
         speeds = [_speed(line["rows"].get(name)) for name in ("softmax", "converted")]
         cells = [str(line["resolution"]), str(line["batch"]), line["pass"], line["mode"], *speeds]
-        table.add_row(*cells, _number(line["ratio"]), _number(line["memory_ratio"]))
-    _print(table)
+        made.add_row(*cells, _number(line["ratio"]), _number(line["memory_ratio"]))
+    _print(made)
 
 
 def print_scaling(results: list[Scaling]) -> None:
     tokens = results[0].tokens if results else 0
-    table = Table("mechanism", "variant", f"{tokens:,} tokens", f"{2 * tokens:,} tokens", "ratio", "")
+    made = table(
+        mechanism=11, variant=10, **{f"{tokens:,} tokens": -12, f"{2 * tokens:,} tokens": -12, "ratio": -5, "": 0}
+    )
     for r in results:
         times = (f"{r.single_ms:.2f} ms", f"{r.double_ms:.2f} ms")
-        table.add_row(r.name, r.variant, *times, f"{r.ratio:.2f}", "" if r.linear else f"over {LIMIT}")
-    _print(table)
+        made.add_row(r.name, r.variant, *times, f"{r.ratio:.2f}", "" if r.linear else f"over {LIMIT}")
+    _print(made)
 
 
-def _print(table: Table) -> None:
+def columns(*headings: str) -> Table:
+    return table(**dict.fromkeys(headings, 0))
+
+
+def _print(made: Table) -> None:
     """At the terminal's width, or as wide as the table is when the output goes to a file."""
     console = Console()
-    Console(width=None if console.is_terminal else 200).print(table)
+    Console(width=None if console.is_terminal else 200).print(made)
 
 
 def _ms(value: float) -> str:
