@@ -80,6 +80,11 @@ def test_learned_positions_are_laid_out_for_the_input_size(model: nn.Module) -> 
         ("xca", {"lpi": True}, "between attention and MLP"),
         (Plan("mine", Choice("stella"), (Rule(None, pattern="stage"),)), {}, "matches no layer"),
         (Plan("mine", Choice("stella")), {"keep": 3}, "finished plan"),
+        (
+            Plan("mine", None, (Rule(Choice("stella"), layers=(0, 1)), Rule(None, layers=(1,)))),
+            {},
+            "rules of plan mine conflict: layer 1 is to be stella and as it is",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_touch_nothing(

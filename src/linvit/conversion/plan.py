@@ -93,7 +93,14 @@ class Plan:
     drop: tuple[str, ...] = ()
 
     def choices(self, names: Sequence[str]) -> list[Choice | None]:
-        """The choice for each host, in the order of the model."""
+        """The choice for each host, in the order of the model. The first rule wins, but two that name the same layer by
+        its number and want different things are a mistake."""
+        named: dict[int, Choice | None] = {}
+        for rule in self.rules:
+            for layer in rule.layers if isinstance(rule.layers, tuple) and rule.pattern is None else ():
+                if named.setdefault(layer, rule.choice) != rule.choice:
+                    wishes = " and ".join(str(choice or "as it is") for choice in (named[layer], rule.choice))
+                    raise LinvitError(f"rules of plan {self.name} conflict: layer {layer} is to be {wishes}")
         chosen = [self.default] * len(names)
         for rule in reversed(self.rules):
             for index in rule.matching(names):
