@@ -157,13 +157,14 @@ class Host(nn.Module):
 
     @staticmethod
     def shape(module: Any) -> Shape:
-        """Heads and widths, for building a mechanism."""
-        raise NotImplementedError
+        """Heads and widths, for building a mechanism; those of one packed projection unless a host says otherwise."""
+        width = module.qkv.in_features
+        return Shape(module.num_heads, width // module.num_heads, dim=width)
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
         """What the module does beyond the plain mechanism."""
-        return []
+        return dropout_ask(module)
 
     @classmethod
     def asks_in(cls, model: nn.Module, module: Any) -> list[Ask]:

@@ -21,11 +21,6 @@ class TalkingHeadHost(Host, TalkingHeadAttn):
     original = TalkingHeadAttn
 
     @staticmethod
-    def shape(module: Any) -> Shape:
-        width = module.qkv.in_features
-        return Shape(module.num_heads, width // module.num_heads, dim=width)
-
-    @staticmethod
     def asks(module: Any) -> list[Ask]:
         return ([talking_ask()] if module.proj_l is not None else []) + dropout_ask(module)
 

@@ -14,7 +14,7 @@ from timm.layers import PatchEmbed
 from timm.models.coat import CoaT, FactorAttnConvRelPosEnc
 from torch import Tensor, nn
 
-from linvit.attention import Shape, TokenGrid
+from linvit.attention import TokenGrid
 from linvit.conversion.host import Grids, Host
 
 
@@ -22,11 +22,6 @@ class CoaTHost(Host, FactorAttnConvRelPosEnc):
     original = FactorAttnConvRelPosEnc
     native = "efficient"
     crpe: Any
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        width = module.qkv.in_features
-        return Shape(module.num_heads, width // module.num_heads, dim=width)
 
     @staticmethod
     def defaults(module: Any, mechanism: str) -> dict[str, Any]:

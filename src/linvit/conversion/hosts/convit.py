@@ -18,7 +18,7 @@ from timm.models.convit import GPSA, MHSA
 from torch import Tensor, nn
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids
+from linvit.conversion.host import Grids, Host, follow_grids
 
 
 class GPSAHost(Host, GPSA):
@@ -27,10 +27,6 @@ class GPSAHost(Host, GPSA):
     @staticmethod
     def shape(module: Any) -> Shape:
         return Shape(module.num_heads, module.dim // module.num_heads, dim=module.dim)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
@@ -67,15 +63,6 @@ class GPSAHost(Host, GPSA):
 
 class MHSAHost(Host, MHSA):
     original = MHSA
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        width = module.qkv.in_features
-        return Shape(module.num_heads, width // module.num_heads, dim=width)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:

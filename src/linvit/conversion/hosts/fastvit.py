@@ -9,7 +9,7 @@ from timm.models.fastvit import Attention
 from torch import Tensor
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask
+from linvit.conversion.host import Grids, Host
 
 
 class FastViTHost(Host, Attention):
@@ -18,10 +18,6 @@ class FastViTHost(Host, Attention):
     @staticmethod
     def shape(module: Any) -> Shape:
         return Shape(module.num_heads, module.head_dim, dim=module.qkv.in_features)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:

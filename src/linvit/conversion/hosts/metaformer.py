@@ -11,7 +11,7 @@ from timm.models.metaformer import Attention
 from torch import Tensor, nn
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask
+from linvit.conversion.host import Grids, Host
 from linvit.conversion.pictures import follow_pictures
 
 
@@ -21,10 +21,6 @@ class MetaFormerHost(Host, Attention):
     @staticmethod
     def shape(module: Any) -> Shape:
         return Shape(module.num_heads, module.head_dim, dim=module.qkv.in_features)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:

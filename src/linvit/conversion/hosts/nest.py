@@ -11,22 +11,13 @@ from typing import Any
 from timm.models.nest import Attention
 from torch import Tensor, nn
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask
+from linvit.attention import TokenGrid
+from linvit.conversion.host import Grids, Host
 from linvit.conversion.pictures import follow_pictures
 
 
 class NestHost(Host, Attention):
     original = Attention
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        width = module.qkv.in_features
-        return Shape(module.num_heads, width // module.num_heads, dim=width)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:

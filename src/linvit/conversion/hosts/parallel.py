@@ -84,10 +84,6 @@ class ParallelHost(_SequenceHost, ParallelScalingBlock):
     def shape(module: Any) -> Shape:
         return Shape(module.num_heads, module.head_dim, dim=module.in_proj.in_features)
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
-
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         refuse_mask(is_causal)
         normed = self.in_norm(x)

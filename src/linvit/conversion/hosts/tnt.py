@@ -10,7 +10,7 @@ from timm.models.tnt import TNT, Attention
 from torch import Tensor, nn
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask
+from linvit.conversion.host import Grids, Host
 
 
 class TNTHost(Host, Attention):
@@ -21,10 +21,6 @@ class TNTHost(Host, Attention):
     def shape(module: Any) -> Shape:
         width = module.v.in_features
         return Shape(module.num_heads, module.head_dim, width // module.num_heads, dim=width)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:

@@ -24,10 +24,6 @@ class TwinsLocalHost(Host, LocallyGroupedAttn):
         grid = TokenGrid(module.ws, module.ws)
         return Shape(module.num_heads, module.dim // module.num_heads, dim=module.dim, grid=grid)
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
-
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         batch, tokens, channels = x.shape
         (height, width), side = size, self.ws

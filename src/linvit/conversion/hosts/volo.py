@@ -20,15 +20,6 @@ class VOLOHost(Host, Attention):
     original = Attention
 
     @staticmethod
-    def shape(module: Any) -> Shape:
-        width = module.qkv.in_features
-        return Shape(module.num_heads, width // module.num_heads, dim=width)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module)
-
-    @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
         return TokenGrid(*args[0].shape[1:3])
 

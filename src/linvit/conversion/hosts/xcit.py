@@ -14,7 +14,7 @@ from timm.models.xcit import XCA
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Mechanism, Shape, TokenGrid
+from linvit.attention import Mechanism, TokenGrid
 from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids
 
 
@@ -25,11 +25,6 @@ def channel_attention(mechanism: Mechanism) -> bool:
 class XCAHost(Host, XCA):
     original = XCA
     native = "xca"
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        width = module.qkv.in_features
-        return Shape(module.num_heads, width // module.num_heads, dim=width)
 
     @staticmethod
     def asks(module: Any) -> list[Ask]:
