@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "linvit"
-LAYERS = ("cli", "comparison", "tasks", "training", "figures", "measurement", "models", "conversion", "attention", "kernels")
+LAYERS = (
+    "cli",
+    "comparison",
+    "tasks",
+    "training",
+    "figures",
+    "measurement",
+    "models",
+    "conversion",
+    "attention",
+    "kernels",
+)
 
 
 def imported(file: Path) -> set[str]:
