@@ -140,6 +140,11 @@ def like(value: Any, dtype: torch.dtype) -> Any:
     return {key: like(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+def blocks_around_hosts(model: nn.Module) -> list[str]:
+    """The blocks whose outputs are compared, by name."""
+    return [name for name in dict.fromkeys(name.rpartition(".")[0] for name, _ in find_hosts(model)) if name]
+
+
 class FeatureAlignment:
     """The objective: the outputs of the blocks around the attention layers, and with a weight the logits, as KL
     divergence."""
@@ -149,8 +154,7 @@ class FeatureAlignment:
         if logits:
             check_teacher(teacher.model, student)
         hosts_to_align(teacher.model, student)
-        blocks = dict.fromkeys(name.rpartition(".")[0] for name, _ in find_hosts(student))
-        self.names = [name for name in blocks if name]
+        self.names = blocks_around_hosts(student)
         self.ours, self.theirs = Taps(student, self.names), Taps(teacher.model, self.names)
 
     def close(self) -> None:

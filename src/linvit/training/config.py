@@ -38,6 +38,7 @@ class Stage:
     trainable: str = "all"  # all, attention (the hosts), mechanism (what conversion added), or a regular expression
     inputs: str = "teacher"  # of alignment: what the layers see is the teacher's or the student's own
     logits: float = 0  # of features: weight of the distance between the logits, at the recipe's temperature
+    features: float = 0  # of supervised: weight of the distance between the blocks' outputs, beside the distillation
 
     def __post_init__(self) -> None:
         check("objective", self.objective, OBJECTIVES)

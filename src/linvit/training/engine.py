@@ -156,6 +156,7 @@ class Engine:
             self.average.restart()
         schedule = stage_schedule(config, stage, end - start, self.epoch_steps)
         self.objective: Objective = phase.objective
+        self.masks.asleep = stage.objective != "supervised"  # alignment is to what is left for inference
         mesa = None
         if config.mesa and self.average is not None and stage.objective == "supervised":
             self.objective = mesa = Mesa(phase.objective, self.model, self.average.model, config.mesa)

@@ -25,16 +25,20 @@ class Masks:
         self.scales = [module.sparse_scale for module in found.values()]
         self.start, self.steps, self.empty = round(steps * (1 - anneal)), steps, empty
         self.annealing = self.start == 0 and bool(found)  # over the whole training: there is nothing to look at before
+        self.asleep = self.slept = False  # in stages that learn what the model does without the branch
         self.history: list[Tensor] = []
 
     def before(self, step: int) -> None:
         """Set the branch's weight for a step."""
-        if self.annealing and self.scales:
+        if self.scales and (self.annealing or self.asleep or self.slept):
             torch._foreach_zero_(self.scales)
             torch._foreach_add_(self.scales, self.scale(step))
+            self.slept = self.asleep
 
     def scale(self, step: int) -> float:
-        """A half cosine from 1 to 0, which the last step reaches."""
+        """A half cosine from 1 to 0, which the last step reaches; 0 while asleep."""
+        if self.asleep:
+            return 0.0
         if not self.annealing:
             return 1.0
         share = min(1.0, (step + 1 - self.start) / max(1, self.steps - self.start))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from linvit.errors import LinvitError
-from linvit.training.alignment import AttentionAlignment, FeatureAlignment
+from linvit.training.alignment import AttentionAlignment, FeatureAlignment, blocks_around_hosts, hosts_to_align
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Objective
 from linvit.training.distillation import Distillation, Teacher
@@ -41,6 +41,10 @@ def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher
     supervised = Supervised(config.loss, smoothing=config.label_smoothing)
     if config.distillation == "none" or teacher is None:
         return supervised
+    blocks: list[str] = []
+    if stage.features:
+        hosts_to_align(teacher.model, student)  # an error where the two are not one architecture
+        blocks = blocks_around_hosts(student)
     return Distillation(
         teacher,
         student,
@@ -48,4 +52,6 @@ def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher
         weight=config.distillation_weight,
         temperature=config.temperature,
         supervised=supervised,
+        features=blocks,
+        feature_weight=stage.features,
     )
