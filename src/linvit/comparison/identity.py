@@ -1,0 +1,110 @@
+"""What determines a result, and the key that is made of it.
+
+A key is the same in every process, on every machine and under every Python: canonical JSON, SHA-256, 16 hex digits. The
+version of linvit is not in it; result files note that instead. Where data and teacher lie is not in it either, their
+digests are. Of the recipe only what differs from the defaults counts, so that a new field, switched off, keeps the keys
+of old results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linvit.errors import LinvitError
+from linvit.tasks.classify.data import Digits, Images, open_data
+from linvit.training.config import Config
+from linvit.training.engine import FREE
+
+SIZED = 10_000  # so many images' file sizes go into a set's digest; the names of all do
+DEFAULTS = Config().to_dict()
+
+
+def canonical(value: Any) -> str:
+    """One text for one value: sorted names, no spaces, 20.0 as 20."""
+    return json.dumps(simple(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def simple(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): simple(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [simple(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def digest(value: Any, length: int = 16) -> str:
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:length]
+
+
+def key_of(identity: Mapping[str, Any]) -> str:
+    """The key of a task's identity."""
+    counted = dict(identity)
+    if "config" in counted:
+        given = counted["config"].items()
+        counted["config"] = {
+            name: value
+            for name, value in given
+            if name not in FREE and (name not in DEFAULTS or simple(value) != simple(DEFAULTS[name]))
+        }
+    if isinstance(counted.get("teacher"), Mapping):
+        counted["teacher"] = {name: value for name, value in counted["teacher"].items() if name != "identity"}
+    return digest(counted)
+
+
+def describe_data(data: str, root: str = "") -> dict[str, Any]:
+    """A set's name, its digest, and how many classes and images it has."""
+    train, validation = open_data(data, root=root or None)
+    known = isinstance(train, Images)
+    return {
+        "name": Path(data).name if Path(root or ".", data).exists() else data,
+        "digest": digest([split_digest(train), split_digest(validation)]) if known else None,
+        "classes": train.class_count or 1000,
+        "train": len(train) if known else None,
+        "validation": len(validation) if known else None,
+    }
+
+
+def split_digest(split: Images) -> str:
+    """A fingerprint of a split: the pixels of the digits; of others names, labels and file sizes, never the content."""
+    source, labels = split.source, split.labels
+    found = hashlib.sha256(f"{len(split)} {list(split.classes)}".encode())
+    if labels is not None:
+        found.update(np.asarray(labels, dtype="<i8").tobytes())
+    if isinstance(source, Digits):
+        found.update(source.pixels.tobytes())
+    elif hasattr(source, "samples"):
+        names = [source.filename(i) for i in range(len(source))]
+        found.update("\n".join(names).encode())
+        every = range(0, len(names), max(1, len(names) // SIZED))
+        found.update(" ".join(str(file_size(split, i)) for i in every).encode())
+    return found.hexdigest()[:16]
+
+
+def file_size(split: Images, index: int) -> int:
+    places = getattr(split.source, "places", None)
+    return places[index][1] if places is not None else Path(split.filename(index)).stat().st_size
+
+
+def describe_teacher(teacher: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """A teacher's name and digest, and for a folder that linvit saved its config."""
+    from linvit.conversion.saving import CONFIG, WEIGHTS, read_config
+
+    folder = Path(teacher)
+    if not folder.is_dir():
+        return {"name": teacher, "digest": None}, None
+    config = read_config(folder)
+    if any(row["mechanism"] != "softmax" for row in config["layers"]):
+        raise LinvitError(f"the teacher {folder} is converted already: give the softmax model it was made from")
+    found = hashlib.sha256((folder / CONFIG).read_bytes())
+    try:
+        with open(folder / WEIGHTS, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise LinvitError(f"cannot read the teacher's weights: {error}") from None
+    return {"name": folder.name, "digest": found.hexdigest()[:16]}, config

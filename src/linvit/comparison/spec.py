@@ -1,0 +1,207 @@
+"""What is compared: a small TOML file, a preset's name, or flags, read into one frozen value and checked.
+
+    mode = "scratch"                      # train every candidate, or "distil" from one softmax teacher
+    data = "digits"
+    candidates = ["softmax", "stella", "mixa:keep=2"]
+    [architecture]
+    model = "fair"
+
+`docs/comparison.md` has every field. Nothing is built or opened here; `grid.expand` does that.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+from linvit.errors import LinvitError, unknown
+from linvit.training.config import plain
+
+MODES = ("scratch", "distil")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+DEVICES = ("cpu", "cuda")
+# The two architectures of our own, with what can be set of them; any other model is timm's, with timm's arguments.
+OWN: dict[str, dict[str, Any]] = {
+    "fair": {"width": 96, "depths": (2, 2, 6, 2), "heads": (3, 6, 12, 24), "mlp_ratio": 4},
+    "vit": {"width": 192, "depth": 12, "heads": 3, "mlp_ratio": 4, "class_token": True},
+}
+PARTS = ("candidates", "seeds", "patch_sizes", "sizes", "settings")  # what [[also]] may say
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How candidates are timed. `sizes` is the ladder of image sizes: None for the trained size, twice and four times
+    that; empty for no timing at all."""
+
+    sizes: tuple[int, ...] | None = None
+    batch: int = 64
+    devices: tuple[str, ...] = ()  # empty: every device present
+    precision: str = "auto"  # bf16 on CUDA, fp32 on the CPU
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers("measure.sizes", self.sizes or ())
+        check_numbers("measure.batch", (self.batch,))
+        check_choice("precision", self.precision, PRECISIONS)
+        for device in self.devices:
+            check_choice("device", device, DEVICES)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A further part of the grid: what it names takes the place of the comparison's own, settings come on top."""
+
+    candidates: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+    patch_sizes: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Same architecture, recipe, data and seeds for every candidate."""
+
+    candidates: tuple[str, ...] = ("softmax", "all")
+    mode: str = "scratch"
+    architecture: dict[str, Any] = field(default_factory=lambda: {"model": "fair"})
+    data: str = "digits"
+    root: str = ""  # where a named set lies
+    recipe: str = ""  # empty: deit from scratch, fast when distilling
+    settings: tuple[str, ...] = ()  # field=value, as `linvit train --set`
+    seeds: tuple[int, ...] = (0,)
+    patch_sizes: tuple[int, ...] = ()  # empty: the architecture's own
+    sizes: tuple[int, ...] = ()  # of the images; empty: the architecture's own
+    teacher: str = ""  # distil: a folder linvit saved, or a timm model; empty: one is trained first
+    teacher_recipe: str = "deit"  # of the teacher that is trained first
+    teacher_settings: tuple[str, ...] = ()
+    measure: Measure = field(default_factory=Measure)
+    also: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES)
+        if not isinstance(self.architecture.get("model"), str):
+            raise LinvitError('the architecture needs a model: "fair", "vit" or the name of a timm model')
+        own = OWN.get(self.architecture["model"])
+        for key in self.architecture.keys() - {"model"} if own else ():
+            if key not in cast(dict[str, Any], own):
+                raise unknown(f"setting of architecture {self.architecture['model']}", key, cast(dict[str, Any], own))
+        if self.teacher and self.mode != "distil":
+            raise LinvitError('a teacher is for mode = "distil" (--mode distil)')
+        for part in self.parts():
+            if not part.candidates:
+                raise LinvitError("the comparison names no candidates: give mechanisms, plans, or all")
+            check_numbers("seeds", part.seeds, least=0)
+            check_numbers("patch_sizes", part.patch_sizes)
+            check_numbers("sizes", part.sizes)
+            if not part.seeds:
+                raise LinvitError("the comparison has no seeds: give at least one, such as 0")
+
+    @property
+    def recipe_name(self) -> str:
+        return self.recipe or ("fast" if self.mode == "distil" else "deit")
+
+    def parts(self) -> list[Comparison]:
+        """The grid's parts as comparisons of their own, the main one first."""
+        found = [replace(self, also=())] if self.also else [self]
+        for part in self.also:
+            given = {name: getattr(part, name) for name in PARTS if name != "settings"}
+            chosen = {name: value for name, value in given.items() if value is not None}
+            found.append(replace(self, also=(), settings=(*self.settings, *part.settings), **chosen))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `from_dict` reads it back."""
+        data = cast(dict[str, Any], plain(asdict(self)))
+        data["also"] = [{key: value for key, value in part.items() if value not in (None, [])} for part in data["also"]]
+        if self.measure.sizes is None:
+            del data["measure"]["sizes"]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Comparison:
+        values = dict(data)
+        also = values.pop("also", [])
+        if not isinstance(also, list | tuple):
+            raise LinvitError("further parts of the grid are written as [[also]]")
+        read = {name: value for name, value in values.items() if name not in ("architecture", "measure")}
+        found = checked(cls, read, "comparison", skipped=("architecture", "measure", "also"))
+        if "architecture" in values:
+            if not isinstance(values["architecture"], dict):
+                raise LinvitError('the architecture is written as [architecture] with model = "fair" below it')
+            found["architecture"] = dict(values["architecture"])
+        if "measure" in values:
+            found["measure"] = Measure(**checked(Measure, values["measure"], "[measure]"))
+        return cls(**found, also=tuple(Part(**checked(Part, part, "[[also]]")) for part in also))
+
+
+def checked(owner: type, data: Any, where: str, skipped: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of a table, each of its field's type, lists as tuples."""
+    if not isinstance(data, Mapping):
+        raise LinvitError(f"{where} must be a table of names and values, got {data!r}")
+    hints = {f.name: get_type_hints(owner)[f.name] for f in fields(owner)}
+    found = {}
+    for name, value in data.items():
+        if name not in hints:
+            raise unknown(f"field of {where}", name, hints)
+        if name in skipped:
+            raise LinvitError(f"{name} does not belong here in {where}")
+        found[name] = typed(name, value, hints[name])
+    return found
+
+
+def typed(name: str, value: Any, hint: Any) -> Any:
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)] if get_origin(hint) is not tuple else []
+    hint = kinds[0] if kinds else hint
+    if get_origin(hint) is tuple:
+        inner = get_args(hint)[0]
+        if not isinstance(value, list | tuple) or not all(type(item) is inner for item in value):
+            raise LinvitError(f"{name} must be a list of {'words' if inner is str else 'whole numbers'}, got {value!r}")
+        return tuple(value)
+    if type(value) is not hint:
+        raise LinvitError(f"{name} cannot be {value!r}")
+    return value
+
+
+def check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise unknown(what, value, known)
+
+
+def check_numbers(name: str, values: tuple[int, ...], least: int = 1) -> None:
+    if any(value < least for value in values):
+        raise LinvitError(f"{name} must be at least {least}, got {min(values)}")
+
+
+def presets() -> list[str]:
+    """The names of the comparisons that come with linvit."""
+    folder = resources.files(__package__) / "presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def preset_text(name: str) -> str:
+    """A preset's file, to copy and change."""
+    if name not in presets():
+        raise unknown("preset", name, presets())
+    return (resources.files(__package__) / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def load(source: str | Path) -> Comparison:
+    """The comparison in a TOML file, or the preset of this name."""
+    path = Path(source)
+    if path.suffix == ".toml" or path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LinvitError(f"cannot read {path}: {error}") from None
+    else:
+        text = preset_text(str(source))
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise LinvitError(f"{source} is no TOML file: {error}") from None
+    return Comparison.from_dict(data)
