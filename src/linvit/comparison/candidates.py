@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,19 @@ def read_options(rest: str, text: str) -> dict[str, Any]:
 
 
 def plan_of(candidate: dict[str, Any]) -> Plan:
-    """The plan that makes a softmax model this candidate."""
+    """The plan that makes a softmax model this candidate. Layers that are to be measured stand first here: which ones
+    they are, only the trained model and its images tell."""
     if "plan" in candidate:
         return Plan.from_dict(candidate["plan"])
-    return as_plan(candidate["name"], **candidate["options"])
+    options = dict(candidate["options"])
+    if measured(candidate):
+        del options["layers"]
+    return as_plan(candidate["name"], **options)
+
+
+def measured(candidate: Mapping[str, Any]) -> bool:
+    """Whether the quadratic layers of MixA are to be measured: `mixa:keep=6,layers=measured`."""
+    return candidate["name"] == "mixa" and candidate["options"].get("layers") == "measured"
 
 
 def check_options(plan: Plan, text: str) -> None:

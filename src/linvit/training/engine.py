@@ -30,6 +30,7 @@ from linvit.training.logs import Log, cut_log
 from linvit.training.masks import Masks
 from linvit.training.mesa import Mesa
 from linvit.training.optimiser import classifier_name, clip, make_optimiser, select_trainable
+from linvit.training.phases import Phase, Step
 from linvit.training.processes import average_gradients, share_from_first
 from linvit.training.repeating import repeatable
 from linvit.training.schedule import stage_schedule
@@ -38,15 +39,6 @@ from linvit.training.window import Window
 
 SCORE = "top1"  # what the best weights are best in
 FREE = ("log_steps", "checkpoint_seconds")  # settings that a resumed run may change
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stage and what it minimises; `prepare`, where there is one, gets an epoch's batches before the first step."""
-
-    stage: Stage
-    objective: Objective
-    prepare: Callable[[Iterator[tuple[Tensor, Tensor]]], object] | None = None
 
 
 @dataclass
@@ -160,7 +152,7 @@ class Engine:
         mesa = None
         if config.mesa and self.average is not None and stage.objective == "supervised":
             self.objective = mesa = Mesa(phase.objective, self.model, self.average.model, config.mesa)
-        compute = self.compiled(self.objective)
+        compute = phase.step(self.objective, self.model, config, self.accelerator.device)
         every = max(1, round(config.eval_epochs * self.epoch_steps))
         metrics: dict[str, float] = {}
         self.model.train()
@@ -188,7 +180,7 @@ class Engine:
             mesa.hook.remove()
         return metrics
 
-    def take_step(self, compute: Callable[[Tensor, Tensor], dict[str, Tensor]], lr: float) -> None:
+    def take_step(self, compute: Step, lr: float) -> None:
         """One step of the optimiser. Nothing here waits for the device."""
         self.seed_step(self.step)
         self.masks.before(self.step)
@@ -235,17 +227,6 @@ class Engine:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every kind of device, each step
         if self.accelerator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
-
-    def compiled(self, objective: Objective) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
-        """The objective as one function of a batch, teacher and loss included, compiled where the config says so."""
-
-        def compute(images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-            return objective(self.model, images, targets)
-
-        mode = self.config.compile
-        if mode == "off" or (mode == "auto" and self.accelerator.device.type != "cuda"):
-            return compute
-        return torch.compile(compute, mode="default" if mode == "auto" else mode)
 
     def write_log(self, stage: Stage, lr: float) -> None:
         """Fetch the window in one go, stop if a loss was no number, and log."""

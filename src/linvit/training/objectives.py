@@ -12,8 +12,8 @@ from linvit.training.alignment import AttentionAlignment, FeatureAlignment, bloc
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Objective
 from linvit.training.distillation import Distillation, Teacher
-from linvit.training.engine import Phase
 from linvit.training.losses import Supervised
+from linvit.training.phases import Phase
 from linvit.training.projections import fit_projections
 
 LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,79 +14,126 @@ from torch import nn
 from linvit.errors import LinvitError, unknown
 from linvit.measurement.record import environment, write_json
 from linvit.tasks.classify.data import Images, Stream, check_outputs
-from linvit.tasks.classify.metrics import evaluate
+from linvit.tasks.classify.metrics import Evaluation, evaluate
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
-from linvit.tasks.classify.resident import Progress, Resident, decode, quiet
+from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
 from linvit.tasks.classify.streaming import Streamed
 from linvit.training.config import Config
 from linvit.training.contract import BatchSource
+from linvit.training.distillation import Teacher
 from linvit.training.drop_path import set_drop_path
 from linvit.training.engine import FREE, Engine, Outcome
-from linvit.training.objectives import make_phases
+from linvit.training.objectives import LOWERED, make_phases
+from linvit.training.phases import Phase, compiles
 from linvit.training.processes import make_accelerator
+from linvit.training.repeating import repeatable
 
 LOADERS = ("auto", "resident", "streamed")
 SMALL = 4 * 2**30  # bytes of decoded pictures up to which a set goes to the device by itself
+CHECKED = 2  # so many training batches at once in evaluation, which keeps nothing for a backward pass
 RUN = "run.json"
 Split = Images | Stream
 
 
 def fit(
-    model: nn.Module,
-    train: Split,
-    validation: Split | None,
-    config: Config,
-    *,
-    teacher: nn.Module | None = None,
-    folder: Path | None = None,
-    resume: bool = False,
-    accelerator: Accelerator | None = None,
-    loader: str = "auto",
-    workers: int = 0,
-    watch: Callable[[dict[str, Any]], None] | None = None,
-    identity: Mapping[str, Any] | None = None,
-    progress: Progress = quiet,
+    model: nn.Module, train: Split, validation: Split | None, config: Config, *, resume: bool = False, **options: Any
 ) -> Outcome:
-    """Train the model in place by a config. `identity` says how the model came about, for the run's record and its
-    checkpoints."""
-    accelerator = accelerator or make_accelerator(config)
-    classes = outputs_of(model)
-    for split in (train, validation):
-        if split is not None:
-            check_outputs(split, classes)
-    if not set_drop_path(model, config.drop_path, config.drop_path_skip) and config.drop_path and watch:
-        watch({"kind": "note", "step": 0, "text": f"{type(model).__name__} has no place for drop path: left out"})
-    size = config.input_size or max(config.random_sizes, default=None)
-    preprocessing = Preprocessing.of(model, size, config.test_crop)
-    for side in {*config.random_sizes, *([size] if size else [])}:
-        check_size(model, side, len(preprocessing.mean))
-    make = SourceMaker(accelerator, config, preprocessing, classes, loader, workers, progress)
-    source = make(train, Augmentation.of(config))
-    measure: Callable[[nn.Module], Mapping[str, float]] | None = None
-    if validation is not None:
-        checks = make(validation, None)
-        measure = lambda shown: evaluate(shown, checks).metrics()  # noqa: E731
-    if teacher is not None:
-        teacher.to(accelerator.device)
-    sets = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
-    identity = {**(identity or {}), "sets": sets}
-    engine = Engine(
-        accelerator,
-        model.to(accelerator.device),
-        config,
-        source,
-        make_phases(config, model, teacher),
-        folder=folder,
-        evaluate=measure,
-        watch=watch,
-        identity=identity,
-    )
-    if folder is not None and resume:
-        check_same(folder, config, identity)
-    if folder is not None and accelerator.is_main_process and not engine.begun:
-        record = {"kind": "training", "config": config.to_dict(), **identity}
-        write_json(folder / RUN, {**record, "environment": environment(accelerator.device)})
-    return engine.run(resume=resume)
+    """Train the model in place by a config; the options are those of `Fitting`."""
+    return Fitting(model, train, validation, config, **options).run(resume=resume)
+
+
+class Fitting:
+    """A model, data and a recipe brought together. `identity` says how the model came about, for the run's record and
+    its checkpoints. What several runs in one process can share: `phases`, made for this very model by a config that
+    differs in its seed only, with the steps they have compiled, and `held`, the decoded sets."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Split,
+        validation: Split | None,
+        config: Config,
+        *,
+        teacher: nn.Module | None = None,
+        folder: Path | None = None,
+        accelerator: Accelerator | None = None,
+        loader: str = "auto",
+        workers: int = 0,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+        identity: Mapping[str, Any] | None = None,
+        progress: Progress = quiet,
+        phases: list[Phase] | None = None,
+        held: Held | None = None,
+    ) -> None:
+        self.accelerator = accelerator = accelerator or make_accelerator(config)
+        self.config, self.folder = config, folder
+        classes = outputs_of(model)
+        for split in (train, validation):
+            if split is not None:
+                check_outputs(split, classes)
+        size = config.input_size or max(config.random_sizes, default=None)
+        preprocessing = Preprocessing.of(model, size, config.test_crop)
+        make = SourceMaker(accelerator, config, preprocessing, classes, loader, workers, progress, held)
+        if phases is None:
+            placed = set_drop_path(model, config.drop_path, config.drop_path_skip)
+            if not placed and config.drop_path and watch:
+                text = f"{type(model).__name__} has no place for drop path: left out"
+                watch({"kind": "note", "step": 0, "text": text})
+            for side in {*config.random_sizes, *([size] if size else [])}:
+                check_size(model, side, len(preprocessing.mean))
+            phases = self.make_phases(model, teacher)
+        self.source = make(train, Augmentation.of(config))
+        self.checks = make(validation, None) if validation is not None else None
+        sets = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
+        self.identity = {**(identity or {}), "sets": sets}
+        self.phases = phases
+        self.engine = Engine(
+            accelerator,
+            model.to(accelerator.device),
+            config,
+            self.source,
+            phases,
+            folder=folder,
+            evaluate=self.metrics if self.checks is not None else None,
+            watch=watch,
+            identity=self.identity,
+        )
+
+    def make_phases(self, model: nn.Module, teacher: nn.Module | None) -> list[Phase]:
+        """New phases mean new steps to compile. The compiler gives up on a function after a few different uses of it
+        and leaves it slow, so what it holds of earlier runs goes first."""
+        if compiles(self.config, self.accelerator.device):
+            torch._dynamo.reset()
+        model.to(self.accelerator.device)
+        if teacher is not None:
+            teacher.to(self.accelerator.device)
+        return make_phases(self.config, model, teacher)
+
+    def run(self, *, resume: bool = False) -> Outcome:
+        """Train to the end, or with `resume` go on to it."""
+        if self.folder is not None and resume:
+            check_same(self.folder, self.config, self.identity)
+        if self.folder is not None and self.accelerator.is_main_process and not self.engine.begun:
+            record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
+            write_json(self.folder / RUN, {**record, "environment": environment(self.accelerator.device)})
+        return self.engine.run(resume=resume)
+
+    @property
+    def shown(self) -> nn.Module:
+        """The model that is evaluated: the moving average of the weights where the recipe has one."""
+        return self.engine.keeper.shown
+
+    def evaluate(self, teacher: nn.Module | None = None) -> Evaluation:
+        """What the trained weights get right on the validation set, in the recipe's precision."""
+        if self.checks is None:
+            raise LinvitError("there is no validation set to evaluate on")
+        asked = Teacher(teacher, precision=LOWERED.get(self.config.precision)) if teacher is not None else None
+        with repeatable(self.config.deterministic), torch.no_grad(), self.accelerator.autocast():
+            return evaluate(self.shown, self.checks, teacher=asked)
+
+    def metrics(self, shown: nn.Module) -> dict[str, float]:
+        assert self.checks is not None
+        return evaluate(shown, self.checks).metrics()
 
 
 def check_same(folder: Path, config: Config, identity: Mapping[str, Any]) -> None:
@@ -117,11 +164,13 @@ class SourceMaker:
         loader: str,
         workers: int,
         progress: Progress = quiet,
+        held: Held | None = None,
     ) -> None:
         if loader not in LOADERS:
             raise unknown("loader", loader, LOADERS)
         self.accelerator, self.config, self.preprocessing = accelerator, config, preprocessing
         self.classes, self.loader, self.workers, self.progress = classes, loader, workers, progress
+        self.held = held
 
     def __call__(self, split: Split, augmentation: Augmentation | None) -> BatchSource:
         config, where = self.config, self.accelerator
@@ -139,8 +188,12 @@ class SourceMaker:
                 **place,
             )
         training = augmentation is not None
-        pixels = decode(split, self.preprocessing, device=where.device, training=training, progress=self.progress)
-        compiled = config.compile not in ("off", "auto") or (config.compile == "auto" and where.device.type == "cuda")
+        pixels = decode(
+            split, self.preprocessing, device=where.device, training=training, progress=self.progress, held=self.held
+        )
+        if not training:
+            batch *= CHECKED
+        compiled = compiles(config, where.device)
         return Resident(
             pixels, self.preprocessing, batch, self.classes, augmentation=augmentation, compile=compiled, **place
         )

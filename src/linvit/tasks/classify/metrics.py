@@ -21,8 +21,8 @@ from linvit.training.losses import logits_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Per image: the label, the choice, whether the label was among the first five. With a teacher also its choice and
-    KL(teacher ‖ model). All rates are in percent."""
+    """Per image: the label, the choice, whether the label was among the first five, the cross entropy. With a teacher
+    also its choice and KL(teacher ‖ model). All rates are in percent."""
 
     labels: np.ndarray
     chosen: np.ndarray
@@ -30,6 +30,7 @@ class Evaluation:
     classes: tuple[str, ...] = ()
     teacher: np.ndarray | None = None
     divergence: np.ndarray | None = None
+    losses: np.ndarray | None = None
 
     @property
     def correct(self) -> np.ndarray:
@@ -66,12 +67,18 @@ class Evaluation:
         """Mean KL(teacher ‖ model), in nats."""
         return None if self.divergence is None else float(self.divergence.mean())
 
+    @property
+    def loss(self) -> float | None:
+        """Mean cross entropy with the labels, in nats."""
+        return None if self.losses is None else float(self.losses.mean())
+
     def metrics(self) -> dict[str, float]:
         """The numbers, for logs."""
         found: dict[str, Any] = {
             "top1": self.top1,
             "standard_error": self.standard_error,
             "top5": self.top5,
+            "loss": self.loss,
             "agreement": self.agreement,
             "kl": self.kl,
         }
@@ -106,15 +113,19 @@ def evaluate(
     if not rows:
         raise LinvitError("there is no image to evaluate on")
     found = gather(torch.cat(rows).cpu().double().numpy())
-    whole = found[:, :4].astype(np.int64)
-    extra = {"teacher": whole[:, 3], "divergence": found[:, 4]} if teacher else {}
-    return Evaluation(whole[:, 0], whole[:, 1], whole[:, 2] > 0, tuple(classes), **extra)
+    labels, chosen, five, losses, *taught = found.T
+    extra = {"teacher": taught[0].astype(np.int64), "divergence": taught[1]} if teacher else {}
+    return Evaluation(
+        labels.astype(np.int64), chosen.astype(np.int64), five > 0, tuple(classes), losses=losses, **extra
+    )
 
 
 def judge(logits: Tensor, labels: Tensor, wanted: Tensor | None) -> Tensor:
-    """A row for each image: label, choice, whether among the first five, the teacher's choice, KL to it."""
+    """A row for each image: label, choice, whether among the first five, cross entropy, the teacher's choice, KL to
+    it."""
     five = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
-    columns = [labels, five[:, 0], (five == labels[:, None]).any(-1)]
+    missed = F.cross_entropy(logits, labels, reduction="none")
+    columns = [labels, five[:, 0], (five == labels[:, None]).any(-1), missed]
     if wanted is not None:
         check_logits(logits, wanted)
         apart = F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(-1)

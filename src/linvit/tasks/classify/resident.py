@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from timm.data.transforms import str_to_pil_interp
 from torch import Tensor
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify.augmenting import Augmenter, check_batch, normalise, send
+from linvit.tasks.classify.augmenting import Augmenter, Draws, check_batch, normalise, send
 from linvit.tasks.classify.data import Images, Stream
 from linvit.tasks.classify.order import Order
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
@@ -47,6 +48,9 @@ class Pixels:
         return len(self.labels)
 
 
+Held = dict[tuple[str, str], Pixels]  # sets that stay on a device, by what they were made from and the device
+
+
 def decode(
     images: Images | Stream,
     preprocessing: Preprocessing,
@@ -56,16 +60,20 @@ def decode(
     stored: int | None = None,
     cache: Path | None = None,
     progress: Progress = quiet,
+    held: Held | None = None,
 ) -> Pixels:
     """Decode a set and put it on the device. For training, pictures are stored as squares of `stored` pixels (the
     model's size unless said otherwise; crops are not smoothed when they shrink, so not much more); for evaluation as
-    timm's transform leaves them. With a `cache` folder the decoded set is kept there as one file and found again."""
+    timm's transform leaves them. With a `cache` folder the decoded set is kept there as one file and found again; with
+    `held` it stays on the device for the next call."""
     if isinstance(images, Stream):
         raise LinvitError(f"{images.name} can only be read in order: it cannot be kept on the device")
     height, width = (stored, stored) if training and stored else preprocessing.size
     shape = (len(images), len(preprocessing.mean), height, width)
-    check_room(images.name, int(np.prod(shape)), torch.device(device))
     identity = fingerprint(images, preprocessing, training, shape)
+    if held is not None and (identity, str(device)) in held:
+        return held[identity, str(device)]
+    check_room(images.name, int(np.prod(shape)), torch.device(device))
     file = cache / f"{identity[:16]}.safetensors" if cache else None
     kept = read_cache(file, identity) if file else None
     if kept is None:
@@ -73,7 +81,10 @@ def decode(
         if file:
             write_cache(file, identity, *kept)
     images.check_labels(kept[1].numpy())
-    return Pixels(images.name, kept[0].to(device), kept[1].to(device))
+    pixels = Pixels(images.name, kept[0].to(device), kept[1].to(device))
+    if held is not None:
+        held[identity, str(device)] = pixels
+    return pixels
 
 
 def check_room(name: str, size: int, device: torch.device) -> None:
@@ -155,6 +166,16 @@ def write_cache(file: Path, identity: str, pictures: Tensor, labels: Tensor) -> 
     os.replace(part, file)
 
 
+@lru_cache(maxsize=8)
+def make_augmenter(
+    augmentation: Augmentation, preprocessing: Preprocessing, classes: int, device: torch.device, compile: bool
+) -> tuple[Augmenter, Callable[[Tensor, Tensor, Draws], tuple[Tensor, Tensor]]]:
+    """The augmenter and how to call it. Every step draws its numbers from a seed of its own, so runs can share it:
+    what the first compiled, the others find."""
+    augmenter = Augmenter(augmentation, preprocessing, classes, device=device)
+    return augmenter, torch.compile(augmenter, dynamic=False) if compile else augmenter
+
+
 class Resident:
     """A BatchSource over pixels on the device. Without an augmentation it is for evaluation."""
 
@@ -178,8 +199,7 @@ class Resident:
         self.batches, self.images = self.order.batches, self.order.images
         self.augmenter: Augmenter | None = None
         if augmentation is not None:
-            self.augmenter = Augmenter(augmentation, preprocessing, classes, device=self.device)
-            self.augment = torch.compile(self.augmenter, dynamic=False) if compile else self.augmenter
+            self.augmenter, self.augment = make_augmenter(augmentation, preprocessing, classes, self.device, compile)
         self.mean = 255 * torch.tensor(preprocessing.mean, device=self.device)
         self.std = 255 * torch.tensor(preprocessing.std, device=self.device)
         high = int(pixels.labels.max())

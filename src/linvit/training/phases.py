@@ -1,0 +1,53 @@
+"""A stage with what it minimises, as one function of a batch that is compiled once and serves run after run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from linvit.training.config import Config, Stage
+from linvit.training.contract import Objective
+
+Step = Callable[[Tensor, Tensor], dict[str, Tensor]]
+
+
+@dataclass
+class Phase:
+    """A stage and what it minimises; `prepare`, where there is one, gets an epoch's batches before the first step.
+    `compiled` is the step's compiled form: another run of the same model finds it here and compiles nothing."""
+
+    stage: Stage
+    objective: Objective
+    prepare: Callable[[Iterator[tuple[Tensor, Tensor]]], object] | None = None
+    compiled: Step | None = None
+
+    def step(self, objective: Objective, model: nn.Module, config: Config, device: torch.device) -> Step:
+        """An objective as one function of a batch, teacher and loss included, compiled where the config says so. It is
+        not kept if the objective is a run's own, as with MESA, which learns from that run's average."""
+        if not compiles(config, device):
+            return bind(objective, model)
+        if self.compiled is not None and objective is self.objective:
+            return self.compiled
+        step: Step = torch.compile(
+            bind(objective, model), mode="default" if config.compile == "auto" else config.compile
+        )
+        if objective is self.objective:
+            self.compiled = step
+        return step
+
+
+def bind(objective: Objective, model: nn.Module) -> Step:
+    """A function of the batch alone, which holds on to nothing else of a run."""
+
+    def step(images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return objective(model, images, targets)
+
+    return step
+
+
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether steps are compiled by this config on this device."""
+    return config.compile != "off" and (config.compile != "auto" or device.type == "cuda")
