@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial, partialmethod
 from math import pi
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.errors import LinvitError
 from linvit.kernels import linear_launch, linear_plan
-from linvit.kernels.linear import Formula, linear_attention, linear_attention_packed, packed_source, why_not
+from linvit.kernels.linear import Formula, attend, linear_attention, linear_attention_packed, packed_source, why_not
 from tests.kernels.conftest import ON_GPU
 
 FORMULAS = {
@@ -133,11 +135,39 @@ def test_widths_of_heads(name: str, dim: int, value_dim: int, device: torch.devi
 
 
 @every
-def test_tokens_split_over_programs(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("saved", [False, True])
+def test_tokens_split_over_programs(
+    name: str, saved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The way with partial states, at a size that would not take it."""
     monkeypatch.setattr(linear_plan, "SMALL", 16)
     monkeypatch.setattr(linear_launch, "remembered", {})
+    monkeypatch.setattr(linear_launch, "keeps_state", lambda q, v: saved)
     compare(name, inputs(device, torch.float32, 1, 2, 300, 8))
+
+
+@every
+def test_a_saved_state_gives_the_same_gradients(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_launch, "remembered", {})
+    monkeypatch.setattr(linear_launch, "keeps_state", lambda q, v: True)
+    compare(name, inputs(device, torch.float32, 2, 3, 40, 8))
+
+
+@pytest.mark.parametrize("tokens", [40, 1100, 1400])
+def test_saves_no_more_than_softmax_does(tokens: int, device: torch.device) -> None:
+    """Beside the packed projection: at most one float32 number for each query and head, softmax's row sums."""
+    qkv = draw(device, torch.float32, 1, tokens, 3, 1, 32).requires_grad_()
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        attend(*qkv.permute(2, 0, 3, 1, 4).unbind(0), FORMULAS["relu"])
+    assert sum(kept.values()) - qkv.untyped_storage().nbytes() == (1120 * 4 if tokens == 1400 else 0)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -151,9 +181,13 @@ def test_everything_is_written(masked: bool, device: torch.device, monkeypatch: 
         return [out, *torch.autograd.grad(out.sin().sum(), tensors)]
 
     clean = run()
-    empty, new_empty = torch.empty, Tensor.new_empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
+
+    def poisoned(make: Any, *args: Any, **options: Any) -> Tensor:
+        return make(*args, **options).fill_(float("nan"))
+
+    for name in ("empty", "empty_strided", "empty_like"):
+        monkeypatch.setattr(torch, name, partial(poisoned, getattr(torch, name)))
+    monkeypatch.setattr(Tensor, "new_empty", partialmethod(partial(poisoned, Tensor.new_empty)))
     for found, wanted in zip(run(), clean, strict=True):
         assert torch.equal(found, wanted)
 
@@ -184,11 +218,11 @@ def test_packed_projection_gets_a_packed_gradient(device: torch.device) -> None:
     qkv = flat * 1.0
     q, k, v = qkv.reshape(2, 24, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
     assert packed_source(q, v, k) is None and packed_source(q.detach(), k, v) is None
-    source = packed_source(q, k, v)
-    assert source is not None and source.shape == (2, 24, 3, 2, 8)
-    (whole,) = torch.autograd.grad(linear_attention_packed(source, formula).sin().sum(), flat, retain_graph=True)
-    (stacked,) = torch.autograd.grad(linear_attention(q, k, v, formula).sin().sum(), flat, retain_graph=True)
-    assert torch.equal(whole, stacked)
+    assert packed_source(q, k, v) is qkv
+    packed = linear_attention_packed(qkv.view(2, 24, 3, 2, 8), formula)
+    outs = (attend(q, k, v, formula), packed, linear_attention(q, k, v, formula))
+    whole, direct, stacked = (torch.autograd.grad(o.sin().sum(), flat, retain_graph=True)[0] for o in outs)
+    assert torch.equal(whole, stacked) and torch.equal(direct, stacked)
     q.retain_grad()
     assert packed_source(q, k, v) is None
 
@@ -269,9 +303,9 @@ def test_autocast_and_checkpointing(device: torch.device) -> None:
 def test_flops_are_those_of_the_reference(device: torch.device) -> None:
     tensors = inputs(device, torch.float32, 2, 2, 20, 8, 12, 4)
     counts = []
-    for attend in (linear_attention, reference):
+    for run in (linear_attention, reference):
         with FlopCounterMode(display=False) as counter:
-            attend(*tensors, FORMULAS["relu"])
+            run(*tensors, FORMULAS["relu"])
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
 

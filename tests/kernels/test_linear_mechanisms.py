@@ -68,6 +68,27 @@ def test_auto_takes_the_kernel_where_it_can_and_triton_says_why_not(device: torc
             create_attention("hydra", impl="triton")(q, k, v)
 
 
+def test_the_short_way_of_a_known_call(device: torch.device) -> None:
+    """A second call like the first skips the checks, and nothing that they would have found."""
+    stella = create_attention("stella").to(device)
+    q, k, v, _ = (t.to(device) for t in inputs(GRID))
+    first = stella(q, k, v, GRID)
+    assert len(stella.served) == 1
+    assert torch.equal(stella(q, k, v, GRID), first) and torch.equal(stella(q, k, v), first)
+    with pytest.raises(LinvitError, match="tokens"):
+        stella(q, k, v, TokenGrid(5, 5))
+    with pytest.raises(LinvitError, match="fit together"):
+        stella(q, k[:, :, 1:], v, GRID)
+    mask = torch.ones(2, GRID.tokens, dtype=torch.bool, device=device)
+    mask[:, 4:] = False
+    assert not torch.equal(stella(q, k, v, GRID, mask=mask), first)
+    stella.impl = "reference"
+    assert not stella(q, k, v, GRID).transpose(1, 2).is_contiguous()
+    local = create_attention("focused", heads=2, head_dim=8, grid=GRID).to(device)
+    local(q, k, v, GRID)
+    assert not local.served
+
+
 @pytest.mark.parametrize("name", ["stella", "elu_linear", "castling", "qt", "efficient"])
 def test_compiles_as_one_graph_with_gradients(name: str, device: torch.device) -> None:
     mechanism = create_attention(name, heads=2, head_dim=8, impl="triton").to(device)

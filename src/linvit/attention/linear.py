@@ -8,12 +8,14 @@ and its features go through the kernel as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linvit.attention.features import Feature
-from linvit.attention.mechanism import Call, Mechanism, Size, lift
+from linvit.attention.grid import TokenGrid
+from linvit.attention.mechanism import Call, Mechanism, Shape, Size, lift
 from linvit.attention.normalisers import Normaliser
 from linvit.errors import LinvitError
 from linvit.kernels import linear as kernel
@@ -28,12 +30,56 @@ class Fusion:
     formula: kernel.Formula
     constant: Tensor | None = None  # added to every product of a query and a key
 
+    def plain(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the kernel takes q and k as they are, and a formula that shapes and options alone decide."""
+        return self.q is q and self.k is k and self.constant is None
+
+
+MOST_SERVED = 256  # shapes that a mechanism remembers; a service may see any number of them
+UNKNOWN: tuple[str, TokenGrid | None, Any] = ("", None, None)
+
 
 class LinearAttention(Mechanism):
     """Linear attention by a feature map and a normaliser; override `features` for maps with parameters."""
 
     feature: Feature
     normaliser: Normaliser
+
+    def __init__(self, shape: Shape, *, variant: str | None = None) -> None:
+        super().__init__(shape, variant=variant)
+        self.served: dict[tuple[Any, ...], tuple[str, TokenGrid, kernel.Formula]] = {}
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid | None = None,
+        *,
+        key_grid: TokenGrid | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; by the short way where a call like this one was checked and is nothing but the kernel's formula.
+
+        The checks take the host longer than the launch, and at small sizes the host is what one waits for.
+        """
+        if key_grid is None and mask is None and bias is None and self.served and kernel.plain(q):
+            sort = kernel.sort_of(q, k, v)
+            impl, known, formula = self.served.get(sort, UNKNOWN)
+            if impl == self.impl and (grid is known or grid is None or grid == known):
+                return kernel.attend(q, k, v, formula, sort=sort)
+        return super().forward(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x)
+
+    def remember(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> None:
+        """Let calls like this one take the short way, if the kernel does all there is to do."""
+        plain = type(self).finish is Mechanism.finish and type(self).finish_fused is LinearAttention.finish_fused
+        plain = plain and not (self.capabilities.grid or self.capabilities.input)
+        if plain and fusion.plain(q, k) and call.mask is None and call.grid == call.key_grid and kernel.plain(q):
+            if len(self.served) >= MOST_SERVED:
+                self.served.clear()
+            self.served[kernel.sort_of(q, k, v)] = (self.impl, call.grid, fusion.formula)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k); masked keys are zeroed afterwards."""
@@ -89,11 +135,8 @@ class LinearAttention(Mechanism):
             q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
             why = kernel.why_not(q_, k_, v_, fusion.formula)
             if why is None:
-                whole = kernel.packed_source(q, k, v) if fusion.q is q and fusion.k is k else None
-                if whole is not None:
-                    out = kernel.linear_attention_packed(whole, fusion.formula, call.mask, fusion.constant)
-                else:
-                    out = kernel.linear_attention(q_, k_, v_, fusion.formula, call.mask, fusion.constant)
+                self.remember(q, k, v, call, fusion)
+                out = kernel.attend(q_, k_, v_, fusion.formula, call.mask, fusion.constant)
                 if call.mask is not None:
                     out = out * self.normaliser.under_mask(call, q.shape[-1])
                 return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)

@@ -4,9 +4,9 @@ Registered with `torch.library` as linvit::linear_attention (and …_packed, for
 autograd and FLOP formulas. In plain eager mode the dispatcher is left out, which at small sizes costs as much as the
 attention itself.
 
-No byte moves twice where one program serves a head: forward reads q, k and v and writes the output, backward reads
-q, k, v and the output's gradient and writes dq, dk and dv, eleven tensors in all. Between them lies a state of
-head_dim² numbers a head.
+Where one program serves a head, forward reads q, k and v and writes the output, and backward reads q, k, v and the
+output's gradient and writes dq, dk and dv: eleven tensors in all. Between them lies a state of head_dim² numbers for
+each head. With few tokens that is more than softmax saves, and backward reads k and v once more instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from linvit.errors import LinvitError
 from linvit.kernels import linear_launch as launch
 from linvit.kernels import linear_ops as ops
 from linvit.kernels.dispatch import shared_memory, unserved
+from linvit.kernels.linear_launch import sort_of as sort_of
 from linvit.kernels.linear_launch import unpack
 from linvit.kernels.linear_plan import Formula, layout_of
 
@@ -56,21 +57,22 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, formula: Formula) -> str | None:
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, formula: Formula, mask: Tensor | None = None, constant: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, formula: Formula, mask: Tensor | None = None, constant: Tensor | None = None,
+    sort: tuple[Any, ...] | None = None,
+) -> Tensor:  # fmt: skip
     """`(batch, heads, queries, value_dim)` from q, k, v in any strides; a view of (batch, queries, heads, value_dim).
 
     `mask`, boolean (batch, keys), is true for the keys that take part; `constant` is a scalar that the formula adds to
-    every product of a query and a key.
+    every product of a query and a key; `sort` is their `sort_of`, from callers that know it and that they are `plain`.
     """
     save = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (constant is not None and constant.requires_grad)
     )
-    if not plain(q):
+    if sort is None and not plain(q):
         return ops.attention(q, k, v, mask, constant, *formula, save)[0]
     if not save:
-        return launch.forward(q, k, v, mask, constant, formula, False)[0]
-    return _Separate.apply(q, k, v, mask, constant, formula)
+        return launch.forward(q, k, v, mask, constant, formula, False, sort)[0]
+    return _Separate.apply(q, k, v, mask, constant, formula, sort)
 
 
 def linear_attention_packed(
@@ -82,7 +84,19 @@ def linear_attention_packed(
         return ops.packed(qkv, mask, constant, *formula, save)[0]
     if not save:
         return launch.forward(*unpack(qkv), mask, constant, formula, False)[0]
-    return _Packed.apply(qkv, mask, constant, formula)
+    return _Packed.apply(qkv, unpack(qkv), mask, constant, formula, None)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, formula: Formula, mask: Tensor | None = None, constant: Tensor | None = None,
+    sort: tuple[Any, ...] | None = None,
+) -> Tensor:  # fmt: skip
+    """`linear_attention`, but views of one packed projection get their gradients in one packed tensor."""
+    if torch.is_grad_enabled():
+        whole = packed_source(q, k, v)
+        if whole is not None:
+            return _Packed.apply(whole, (q, k, v), mask, constant, formula, sort)
+    return linear_attention(q, k, v, formula, mask, constant, sort)
 
 
 def plain(tensor: Tensor) -> bool:
@@ -96,34 +110,33 @@ def plain(tensor: Tensor) -> bool:
 
 
 def packed_source(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """The packed tensor that q, k and v are the views of, if they are and it wants a gradient.
+    """The packed tensor that q, k and v are the views of, if they are and need gradients; its shape is its own.
 
-    `linear_attention_packed` of it spares autograd to stack three gradients. The views are then no part of the graph,
-    so there is no answer where anybody looks at their gradients by hooks or `retain_grad`.
+    One gradient of it spares autograd to stack three. The views are then no part of the graph, so there is no answer
+    where anybody looks at their gradients by hooks or `retain_grad`.
     """
-    if not torch.is_grad_enabled() or not plain(q):
-        return None
     base = q._base
-    if base is None or k._base is not base or v._base is not base or not base.is_contiguous():
+    if base is None or not base.requires_grad or k._base is not base or v._base is not base or not plain(q):
         return None
     batch, heads, tokens, dim = q.shape
     row = heads * dim
-    if base.numel() != 3 * batch * tokens * row or q.shape != k.shape or q.shape != v.shape:
-        return None
     strides = (3 * tokens * row, dim, 3 * row, 1)
+    if q.stride() != strides or k.stride() != strides or v.stride() != strides:
+        return None
+    if q.shape != k.shape or q.shape != v.shape or base.numel() != 3 * batch * tokens * row or not base.is_contiguous():
+        return None
     first = base.storage_offset()
-    for number, view in enumerate((q, k, v)):
-        if view.stride() != strides or view.storage_offset() != first + number * row:
+    for view in (q, k, v):
+        if view.storage_offset() != first or not view.requires_grad or view._backward_hooks or view.retains_grad:
             return None
-        if not view.requires_grad or view._backward_hooks or view.retains_grad:
-            return None
-    return base.view(batch, tokens, 3, heads, dim) if base.requires_grad else None
+        first += row
+    return base
 
 
 class _Separate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, constant: Any, formula: Formula) -> Tensor:
-        out, state = launch.forward(q, k, v, mask, constant, formula, True)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, constant: Any, formula: Any, sort: Any) -> Tensor:
+        out, state = launch.forward(q, k, v, mask, constant, formula, True, sort)
         ctx.save_for_backward(q, k, v, mask, constant, state)
         ctx.formula = formula
         return out
@@ -133,23 +146,28 @@ class _Separate(torch.autograd.Function):
         _only_once()
         q, k, v, mask, constant, state = ctx.saved_tensors
         dq, dk, dv, d_constant = launch.gradients(grad, q, k, v, mask, constant, state, ctx.formula)
-        return dq, dk, dv, None, d_constant, None
+        return dq, dk, dv, None, d_constant, None, None
 
 
 class _Packed(torch.autograd.Function):
+    """`qkv` is packed in any shape; `views` are its q, k and v."""
+
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, mask: Any, constant: Any, formula: Formula) -> Tensor:
-        out, state = launch.forward(*unpack(qkv), mask, constant, formula, True)
+    def forward(ctx: Any, qkv: Tensor, views: Any, mask: Any, constant: Any, formula: Formula, sort: Any) -> Tensor:
+        q, k, v = views
+        out, state = launch.forward(q, k, v, mask, constant, formula, True, sort)
         ctx.save_for_backward(qkv, mask, constant, state)
-        ctx.formula = formula
+        ctx.formula, ctx.shape = formula, q.shape
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _only_once()
         qkv, mask, constant, state = ctx.saved_tensors
-        d_qkv, d_constant = launch.packed_gradient(grad, qkv, mask, constant, state, ctx.formula)
-        return d_qkv, None, d_constant, None
+        batch, heads, tokens, dim = ctx.shape
+        whole = qkv.view(batch, tokens, 3, heads, dim)
+        d_qkv, d_constant = launch.packed_gradient(grad, whole, mask, constant, state, ctx.formula)
+        return d_qkv.view(qkv.shape), None, None, d_constant, None, None
 
 
 def _only_once() -> None:

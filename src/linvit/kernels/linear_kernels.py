@@ -4,7 +4,7 @@
 Programs count value blocks fastest, then groups of heads, then batches; the grid's second axis is the chunk of tokens.
 PHASE "both" runs the two phases of a direction in one program: the first over all tokens, the second over its chunk.
 PHASE "keys" or "queries" runs one of them over the chunk; the first of the two leaves partial states, which
-`add_partials` adds up.
+`add_partials` adds up. Backward without a saved state computes it again.
 """
 
 import triton
@@ -108,7 +108,13 @@ def backward_kernel(
     if PHASE == "keys":
         ds, d_key_sum, d_value_sum, d_count = load_state(d_state, C, V)
     else:
-        s, key_sum, value_sum, count = load_state(state + pid.to(tl.int64) * (C * V + C + 2 * V), C, V)
+        if state is None:
+            k_tile = tile(k, batch, head, 0, k_b, k_h, k_n, k_d, BLOCK, G, DW)
+            s, key_sum, value_sum, count = keys_phase(
+                k_tile, v_tile, mask, k_n, v_n, mask_n, 0, keys, k_ok, v_ok, feature_eps,
+                FEATURE, ROW_SUM, CONSTANT, PADDED, G, OPERAND, PRECISION)  # fmt: skip
+        else:
+            s, key_sum, value_sum, count = load_state(state + pid.to(tl.int64) * (C * V + C + 2 * V), C, V)
         q_tile = tile(q, batch, head, 0, q_b, q_h, q_n, q_d, BLOCK, G, DW)
         g_tile = tile(g, batch, head, first, g_b, g_h, g_n, g_d, BLOCK, G, VW)
         dq_tile = tile(dq + block.to(tl.int64) * dq_s, batch, head, 0, dq_b, dq_h, dq_n, 1, BLOCK, G, DW)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,20 +26,21 @@ class Launch:
         self.run: Any = None
         self.ready: tuple[Any, Any] | None = None
 
-    def __call__(self, *pointers: Tensor | None) -> None:
-        assert pointers[0] is not None
-        index = pointers[0].get_device()  # Triton launches on the current device, wherever the tensors are
-        if index >= 0 and index != torch.cuda.current_device():
+    def __call__(self, *tensors: Tensor | None) -> None:
+        assert tensors[0] is not None
+        index = tensors[0].get_device()  # Triton launches on the current device, wherever the tensors are
+        if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self(*pointers)
+                return self(*tensors)
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = True
         for pointer in pointers:
-            if pointer is not None and pointer.data_ptr() % 16:
+            if pointer is not None and pointer % 16:
                 aligned = False
         if aligned and self.ready is not None:
             stream = torch._C._cuda_getCurrentRawStream(index)
             return self.run(*self.grid, stream, *self.ready, None, None, None, *pointers, *self.values)
-        compiled = self.kernel[self.grid](*pointers, *self.values, **self.options)
+        compiled = self.kernel[self.grid](*tensors, *self.values, **self.options)
         if aligned and compiled is not None:  # the interpreter compiles nothing
             self.run, self.compiled = compiled.run, compiled
             self.ready = (compiled.function, compiled.packed_metadata)
@@ -50,11 +51,12 @@ class Launch:
 class Launches:
     """One direction's launches for one set of shapes and strides: by phase, and the sum of partial states between."""
 
-    phases: tuple[tuple[str, Launch], ...]
+    phases: tuple[Launch, ...]
     add: Launch | None
     programs: int
     chunks: int
     layout: Layout
+    saves: bool
 
     @property
     def split(self) -> bool:
@@ -79,16 +81,22 @@ def operands(dtype: torch.dtype, interpreted: bool) -> tuple[Any, Any, str]:
 
 
 def prepare(
-    backward: bool, q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...], mask: Tensor | None, formula: Formula
-) -> Launches:
-    """Launches for tensors like these; `strides` are those of the kernel's other tensors, in its order."""
+    what: str, q: Tensor, k: Tensor, v: Tensor, strides: tuple[int, ...], mask: Tensor | None, formula: Formula,
+    saves: bool = False,
+) -> Launches:  # fmt: skip
+    """Launches for tensors like these: "forward", "backward" or the "state" alone.
+
+    `strides` are those of the kernel's other tensors, in its order.
+    """
     from linvit.kernels import linear_kernels as kernels
 
     (batch, heads, queries, head_dim), keys, value_dim = q.shape, v.shape[2], v.shape[3]
     layout = layout_of(heads, head_dim, value_dim, q.dtype.itemsize)
     programs = layout.programs(batch, heads)
     sizes = (queries, keys, processors(q.device), q.dtype.itemsize)
-    how = plan(layout, programs, *sizes, row_sum=formula.row_sum, backward=backward)
+    how = plan(layout, programs, *sizes, row_sum=formula.row_sum, backward=what == "backward")
+    if what == "state":
+        how = replace(how, phases=("keys",))
     padded = (
         layout.key_width != head_dim
         or layout.value_width * layout.value_blocks != value_dim
@@ -104,15 +112,15 @@ def prepare(
         *(layout.group, layout.key_width, layout.value_width, layout.value_blocks, how.block, padded),
         *operands(q.dtype, q.device.type == "cpu"),
     )
-    kernel = kernels.backward_kernel if backward else kernels.forward_kernel
+    kernel = kernels.backward_kernel if what == "backward" else kernels.forward_kernel
     grid = (programs, how.chunks, 1)
     options = {"num_warps": how.num_warps, "num_stages": how.num_stages, "maxnreg": how.registers}
-    phases = tuple((phase, Launch(kernel, grid, (*values, phase, *constants), **options)) for phase in how.phases)
+    phases = tuple(Launch(kernel, grid, (*values, phase, *constants), **options) for phase in how.phases)
     add = None
-    if len(phases) > 1 and how.chunks > 1:
+    if how.phases != ("both",) and how.chunks > 1:
         size = programs * layout.numbers
         add = Launch(kernels.add_partials, (-(-size // 128), 1, 1), (how.chunks, size, 16, 128))
-    return Launches(phases, add, programs, how.chunks, layout)
+    return Launches(phases, add, programs, how.chunks, layout, saves)
 
 
 @lru_cache(maxsize=64)
@@ -132,79 +140,92 @@ class Remembered(dict[tuple[Any, ...], Launches]):
 remembered = Remembered()
 
 
+def sort_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Everything about q, k and v that a launch depends on."""
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+    return (*shapes, *strides, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+
+
+def keeps_state(q: Tensor, v: Tensor) -> bool:
+    """Whether forward saves the state for backward, which computes it again otherwise.
+
+    It does where that takes no more memory than the row sums that softmax saves: a float32 number for each query. Below
+    that many tokens k and v are often still in the cache when backward reads them once more.
+    """
+    (_, heads, queries, head_dim), value_dim = q.shape, v.shape[3]
+    layout = layout_of(int(heads), int(head_dim), int(value_dim), q.dtype.itemsize)
+    return bool(layout.programs(1, heads) * layout.numbers <= heads * queries)
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, formula: Formula, save: bool
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, formula: Formula, save: bool,
+    sort: tuple[Any, ...] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The output, as a (batch, heads, queries, value_dim) view of (batch, queries, heads, value_dim), and the state."""
     batch, heads, queries, _ = q.shape
     out = empty_rows(batch, heads, queries, v.shape[3], q)
-    key: tuple[Any, ...] = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        q.device,
-        formula,
-        save,
-    )
-    key += (None if mask is None else mask.stride(), None if constant is None else constant.dtype)
+    key: tuple[Any, ...] = (sort or sort_of(q, k, v), formula, save)
+    if mask is not None or constant is not None:
+        key += (None if mask is None else mask.stride(), None if constant is None else constant.dtype)
     how = remembered.get(key)
     if how is None:
-        how = remembered[key] = prepare(False, q, k, v, out.stride(), mask, formula)
-    state = partial = None
-    if save or how.split:
-        state = partial = torch.empty((how.programs, how.layout.numbers), dtype=torch.float32, device=q.device)
-        if how.add is not None:
-            partial = state.new_empty(how.chunks, *state.shape)
-    for phase, launch in how.phases:
-        launch(q, k, v, out, mask, constant, partial if phase == "keys" else state)
-        if phase == "keys" and how.add is not None:
-            how.add(partial, state)
-    return out, state
+        how = remembered[key] = prepare("forward", q, k, v, out.stride(), mask, formula, save and keeps_state(q, v))
+    if how.saves or how.split:
+        state = run_keys(how, q, k, v, out, mask, constant)
+        if how.split:
+            how.phases[1](q, k, v, out, mask, constant, state)
+        return out, state if how.saves else None
+    how.phases[0](q, k, v, out, mask, constant, None)
+    return out, None
+
+
+def run_keys(
+    how: Launches, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, constant: Tensor | None
+) -> Tensor:
+    """The first of the forward launches, and the state that it leaves."""
+    state = partial = torch.empty((how.programs, how.layout.numbers), dtype=torch.float32, device=q.device)
+    if how.add is not None:
+        partial = state.new_empty(how.chunks, *state.shape)
+    how.phases[0](q, k, v, out, mask, constant, partial)
+    if how.add is not None:
+        how.add(partial, state)
+    return state
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, state: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, state: Tensor | None,
     dq: Tensor, dk: Tensor, dv: Tensor, formula: Formula,
 ) -> Tensor | None:  # fmt: skip
     """Writes dq, dk and dv, whose last dimension is dense; returns the constant's gradient if there is a constant."""
-    key: tuple[Any, ...] = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        q.device,
-        formula,
-        grad.stride(),
-    )
-    key += (dq.stride(), None if mask is None else mask.stride(), None if constant is None else constant.dtype)
+    key: tuple[Any, ...] = (sort_of(q, k, v), formula, grad.stride(), dq.stride(), state is None)
+    if mask is not None or constant is not None:
+        key += (None if mask is None else mask.stride(), None if constant is None else constant.dtype)
     how = remembered.get(key)
     if how is None:
         strides = grad.stride() + by_part(dq, v)[1] + by_part(dk, v)[1] + dv.stride()[:3]
-        how = remembered[key] = prepare(True, q, k, v, strides, mask, formula)
+        how = remembered[key] = prepare("backward", q, k, v, strides, mask, formula)
+    if state is None and (how.split or constant is not None):
+        again = remembered.get((*key, "state"))
+        if again is None:
+            again = remembered[(*key, "state")] = prepare("state", q, k, v, grad.stride(), mask, formula)
+        state = run_keys(again, q, k, v, grad, mask, constant)
     dq_parts, dk_parts = dq, dk
     if how.layout.value_blocks > 1:
         dq_parts, dk_parts = (torch.empty(by_part(d, v)[0], dtype=torch.float32, device=d.device) for d in (dq, dk))
     d_state = partial = None
-    if how.split or constant is not None:
+    if state is not None and (how.split or constant is not None):
         d_state = partial = torch.empty_like(state)
-    if how.add is not None:
-        partial = state.new_empty(how.chunks, *state.shape)
-    for phase, launch in how.phases:
-        where = partial if phase == "queries" else d_state
+        if how.add is not None:
+            partial = state.new_empty(how.chunks, *state.shape)
+    for number, launch in enumerate(how.phases):
+        where = partial if number == 0 else d_state
         launch(q, k, v, grad, dq_parts, dk_parts, dv, mask, constant, state, where)
-        if phase == "queries" and how.add is not None:
+        if number == 0 and how.add is not None:
             how.add(partial, d_state)
     if how.layout.value_blocks > 1:
         dq.copy_(dq_parts.sum(0))
         dk.copy_(dk_parts.sum(0))
-    if constant is None or d_state is None:
+    if constant is None or state is None or d_state is None:
         return None
     values = how.layout.group * how.layout.value_width
     sums, d_sums = state[:, -2 * values :], d_state[:, -2 * values :]
@@ -242,7 +263,7 @@ def rows_like(tensor: Tensor, tokens: int | None = None) -> Tensor:
 
 
 def gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, state: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, state: Tensor | None,
     formula: Formula,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
@@ -250,7 +271,7 @@ def gradients(
 
 
 def packed_gradient(
-    grad: Tensor, qkv: Tensor, mask: Tensor | None, constant: Tensor | None, state: Tensor, formula: Formula
+    grad: Tensor, qkv: Tensor, mask: Tensor | None, constant: Tensor | None, state: Tensor | None, formula: Formula
 ) -> tuple[Tensor, Tensor | None]:
     d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     d_constant = backward(grad, *unpack(qkv), mask, constant, state, *unpack(d_qkv), formula)

@@ -3,7 +3,8 @@
     linvit::linear_attention, …_backward                 q, k and v in any strides
     linvit::linear_attention_packed, …_packed_backward   one packed (batch, tokens, 3, heads, head_dim) projection
 
-The formula's fields come last but one. Beside the output comes a state for the backward, empty unless `save`.
+The formula's fields come last but one. Beside the output comes a state for the backward, empty unless `save` is set and
+backward would not rather compute it again.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ packed_backward = torch.ops.linvit.linear_attention_packed_backward.default
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, *rest: Any) -> Any:
     _insist(q)
     out, state = launch.forward(q, k, v, mask, constant, Formula(*rest[:-1]), rest[-1])
-    return out, _own(state, q, rest[-1])
+    return out, q.new_empty(0, dtype=torch.float32) if state is None else state
 
 
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, mask: Any, constant: Any, *rest: Any
 ) -> Any:
-    dq, dk, dv, d_constant = launch.gradients(grad, q, k, v, mask, constant, state, Formula(*rest))
+    dq, dk, dv, d_constant = launch.gradients(grad, q, k, v, mask, constant, _given(state), Formula(*rest))
     return dq, dk, dv, q.new_empty(0) if d_constant is None else d_constant
 
 
@@ -59,7 +60,7 @@ def _packed(qkv: Tensor, mask: Tensor | None, constant: Tensor | None, *rest: An
 def _packed_backward(
     grad: Tensor, qkv: Tensor, state: Tensor, mask: Tensor | None, constant: Tensor | None, *rest: Any
 ) -> Any:
-    d_qkv, d_constant = launch.packed_gradient(grad, qkv, mask, constant, state, Formula(*rest))
+    d_qkv, d_constant = launch.packed_gradient(grad, qkv, mask, constant, _given(state), Formula(*rest))
     return d_qkv, qkv.new_empty(0) if d_constant is None else d_constant
 
 
@@ -69,15 +70,16 @@ def _insist(tensor: Tensor) -> None:
         raise LinvitError(f"linvit::linear_attention cannot run here: {why}")
 
 
-def _own(state: Tensor | None, like: Tensor, save: bool) -> Tensor:
-    return state if state is not None and save else like.new_empty(0, dtype=torch.float32)
+def _given(state: Tensor) -> Tensor | None:
+    return state if state.numel() else None
 
 
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, constant: Tensor | None, *rest: Any) -> Any:
     batch, heads, queries, _ = q.shape
     out = launch.empty_rows(batch, heads, queries, v.shape[3], q)
     layout = layout_of(int(heads), int(q.shape[3]), int(v.shape[3]), q.dtype.itemsize)
-    size = (layout.programs(batch, heads), layout.numbers) if rest[-1] else (0,)
+    kept = rest[-1] and launch.keeps_state(q, v)
+    size = (layout.programs(batch, heads), layout.numbers) if kept else (0,)
     return out, q.new_empty(size, dtype=torch.float32)
 
 

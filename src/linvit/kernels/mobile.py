@@ -80,21 +80,25 @@ class _Separate(torch.autograd.Function):
 
 
 class _Packed(torch.autograd.Function):
+    """`qkv` is packed in any shape; `views` are its q, k and v."""
+
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, views: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, *how: Any) -> Tensor:
         q, k, v = views
         out, flow, state = launch.forward(q, k, v, mask, *how)
         ctx.save_for_backward(qkv, mask, flow, state)
-        ctx.how = how
+        ctx.how, ctx.shape = how, q.shape
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qkv, mask, flow, state = ctx.saved_tensors
-        d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        launch.backward(grad, *unpack(qkv), mask, flow, state, *unpack(d_qkv), *ctx.how)
-        return d_qkv, None, None, None, None, None
+        batch, heads, tokens, dim = ctx.shape
+        whole = qkv.view(batch, tokens, 3, heads, dim)
+        d_qkv = torch.empty_like(whole)
+        launch.backward(grad, *unpack(whole), mask, flow, state, *unpack(d_qkv), *ctx.how)
+        return d_qkv.view(qkv.shape), None, None, None, None, None
 
 
 def _forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,18 +71,23 @@ class _Separate(torch.autograd.Function):
 
 
 class _Packed(torch.autograd.Function):
+    """`qkv` is packed in any shape; `views` are its q, k and v."""
+
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, views: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> Tensor:
         ctx.save_for_backward(qkv, mask)
+        ctx.shape = views[0].shape
         return home(qkv).forward(*views, mask)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qkv, mask = ctx.saved_tensors
-        d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        home(qkv).backward(grad, *unpack(qkv), mask, *unpack(d_qkv))
-        return d_qkv, None, None
+        batch, heads, tokens, dim = ctx.shape
+        whole = qkv.view(batch, tokens, 3, heads, dim)
+        d_qkv = torch.empty_like(whole)
+        home(qkv).backward(grad, *unpack(whole), mask, *unpack(d_qkv))
+        return d_qkv.view(qkv.shape), None, None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
