@@ -165,6 +165,18 @@ class Store:
     def work_folder(self, key: str) -> Path:
         return self.folder / "work" / key
 
+    def pack(self, archive: str | Path, *, work: bool = False) -> int:
+        """The store as one archive; see `travel.pack`."""
+        from linvit.comparison import travel
+
+        return travel.pack(self, Path(archive), work=work)
+
+    def merge(self, other: str | Path, *, work: bool = True) -> dict[str, int]:
+        """Add what another store has; see `travel.merge`."""
+        from linvit.comparison import travel
+
+        return travel.merge(self, Path(other), work=work)
+
 
 def hardware_for(task: Task) -> str:
     """The name of the hardware that a speed task is about on this machine: the GPU, where one takes part."""

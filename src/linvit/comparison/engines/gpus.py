@@ -1,0 +1,196 @@
+"""The engine on all GPUs of this machine: a worker process for each, or several that share one.
+
+Workers claim tasks from the store themselves. Speeds are timed when no run is left, by one worker alone. A worker that
+dies is replaced, and its task tried again at most twice. Without a GPU the workers share the CPU.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from linvit.comparison.engines import POLL, Board, Execute, Summary, Watch, attend, drain, real_execute
+from linvit.comparison.grid import Task
+from linvit.comparison.store import Store
+from linvit.errors import LinvitError
+
+TRIES = 3  # of a task whose worker dies
+PATIENCE = 15.0  # seconds for a worker to stop when asked to
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def run(
+    tasks: Sequence[Task],
+    store: Store,
+    *,
+    watch: Watch,
+    retry: bool = False,
+    per_gpu: int = 1,
+    execute: Execute = real_execute,
+) -> Summary:
+    """Do the tasks, `per_gpu` at a time on each GPU."""
+    board = Board(tasks, store, retry=retry)
+    gpus: list[str | None] = [*visible_gpus()] or [None]
+    with crew(board, watch, execute) as workers:
+        workers.drain([task for task in tasks if task.kind != "speed"], gpus * per_gpu, shared=per_gpu)
+        workers.drain([task for task in tasks if task.kind == "speed"], gpus[:1])
+        while board.open():  # others work on these; they may die
+            if not all(store.claimed(task) for task in board.open()):
+                workers.drain(tasks, gpus[:1])
+            time.sleep(POLL)
+    return board.summary()
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    named = os.environ.get(VISIBLE)
+    count = torch.cuda.device_count()
+    return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
+
+
+class Crew:
+    """The worker processes, and who works on what."""
+
+    def __init__(self, board: Board, watch: Watch, execute: Execute) -> None:
+        self.board, self.watch, self.execute = board, watch, execute
+        self.context = multiprocessing.get_context("spawn")
+        self.workers: dict[Connection, tuple[Any, str | None]] = {}
+        self.busy: dict[Connection, str] = {}
+        self.losses: Counter[str] = Counter()
+        self.stillborn = 0
+
+    def drain(self, tasks: Sequence[Task], gpus: Sequence[str | None], *, shared: int = 1) -> None:
+        """Let a worker for each of `gpus` do the tasks; those that others work on are left to them."""
+        keys = {task.key for task in tasks}
+        left = [task for task in self.board.open() if task.key in keys]
+        self.tasks, self.shared, self.size = list(tasks), shared, min(len(gpus), len(left))
+        for gpu in gpus[: self.size]:
+            self.start(gpu)
+        while self.workers:
+            for pipe in wait(list(self.workers)):
+                assert isinstance(pipe, Connection)
+                try:
+                    key, record = pipe.recv()
+                except (EOFError, OSError):
+                    self.bury(pipe)
+                else:
+                    self.hear(pipe, key, record)
+
+    def start(self, gpu: str | None) -> None:
+        ours, theirs = self.context.Pipe(duplex=False)
+        store = self.board.store
+        settings = {"folder": str(store.folder), "beat": store.beat, "stale": store.stale}
+        settings |= {"shared": self.shared, "workers": self.size, "gpu": gpu}
+        process = self.context.Process(
+            target=work_on,
+            args=(theirs, self.board.tasks, self.tasks, self.board.forgiven, self.execute, settings),
+            daemon=True,
+        )
+        before = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = "" if gpu is None else gpu
+        try:
+            process.start()
+        finally:
+            os.environ.pop(VISIBLE) if before is None else os.environ.update({VISIBLE: before})
+        theirs.close()
+        self.workers[ours] = (process, gpu)
+
+    def hear(self, pipe: Connection, key: str, record: dict[str, Any]) -> None:
+        if record["kind"] == "start":
+            self.busy[pipe] = key
+            self.stillborn = 0
+        elif record["kind"] in ("done", "failed"):
+            self.busy.pop(pipe, None)
+        self.watch(self.board.by_key[key], record)
+
+    def bury(self, pipe: Connection) -> None:
+        """A worker has ended: well, or with a task that another must take."""
+        process, gpu = self.workers.pop(pipe)
+        process.join()
+        pipe.close()
+        key = self.busy.pop(pipe, None)
+        if key is not None:
+            self.lose(self.board.by_key[key], process.exitcode)
+        elif process.exitcode:
+            self.stillborn += 1
+            if self.stillborn >= TRIES:
+                raise LinvitError(f"workers end with code {process.exitcode} before they begin: try --engine local")
+        if process.exitcode:
+            self.start(gpu)
+
+    def lose(self, task: Task, code: int | None) -> None:
+        """Note a lost task; after the third time it has failed."""
+        self.losses[task.key] += 1
+        reason = f"its worker ended with code {code} (killed, or out of memory?)"
+        self.watch(task, {"kind": "lost", "text": reason})
+        if self.losses[task.key] < TRIES:
+            return
+        claim = self.board.store.claim(task)
+        if claim is not None:
+            with claim:
+                failure = self.board.store.fail(task, f"{reason}, {TRIES} times")
+            self.watch(task, {"kind": "failed", "error": failure["error"]})
+
+    def stop(self) -> None:
+        """Ask the workers to stop, and see to it that they do."""
+        processes = [process for process, _ in self.workers.values()]
+        for process in processes:
+            process.terminate()
+        until = time.monotonic() + PATIENCE
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.workers.clear()
+
+
+@contextmanager
+def crew(board: Board, watch: Watch, execute: Execute) -> Iterator[Crew]:
+    made = Crew(board, watch, execute)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def work_on(
+    pipe: Connection,
+    every: list[Task],
+    tasks: list[Task],
+    forgiven: dict[str, int],
+    execute: Execute,
+    settings: dict[str, Any],
+) -> None:
+    """A worker's life: claim, do, write, until nothing is left. When its parent is gone it stops."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then asks us to stop
+    signal.signal(signal.SIGTERM, stop_now)
+    store = Store(settings["folder"], beat=settings["beat"], stale=settings["stale"])
+    board = Board(every, store, forgiven=forgiven)
+    device = "cpu" if settings["gpu"] is None else "cuda"
+    if device == "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings["workers"]))
+
+    def watch(task: Task, record: dict[str, Any]) -> None:
+        try:
+            pipe.send((task.key, record))
+        except OSError:
+            raise SystemExit(1) from None
+
+    def work(task: Task) -> bool:
+        return attend(task, store, watch, execute, device=device, shared=settings["shared"])
+
+    drain(board, tasks, work, wait=False)
+
+
+def stop_now(number: int, frame: Any) -> None:
+    raise SystemExit(1)
