@@ -84,6 +84,7 @@ class Config:
     accumulate: int = 1
     precision: str = "bf16"
     compile: str = "auto"  # auto: on CUDA only
+    cuda_graph: bool = True  # on one CUDA device, a step is recorded once and started by a single call
     deterministic: bool = True  # a resumed run equals an uninterrupted one bit for bit; false may be faster
 
     # Data and its augmentation.

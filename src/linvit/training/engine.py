@@ -8,7 +8,7 @@ the device: the loop waits for it when it logs, evaluates or writes a checkpoint
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from linvit.errors import LinvitError
 from linvit.training.average import Average, measure_batch_norm
+from linvit.training.capture import Capture, captures
 from linvit.training.checkpoints import fingerprint
 from linvit.training.config import Config, Stage
 from linvit.training.contract import BatchSource, Objective
@@ -54,8 +55,9 @@ class Outcome:
 
 class Engine:
     """Trains one model. `evaluate` gives metrics of a model, of which "top1" chooses the best; with a `folder` the run
-    is logged, kept in checkpoints and ends in the folders `last` and `best`. `identity` says what else the run is, its
-    data and teacher say, so that no other run goes on with its checkpoints."""
+    is logged, kept in checkpoints and ends in the folders `last` and `best`, unless `models` says that nobody wants
+    these. `identity` says what else the run is, its data and teacher say, so that no other run goes on with its
+    checkpoints."""
 
     def __init__(
         self,
@@ -69,13 +71,14 @@ class Engine:
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
         watch: Callable[[dict[str, Any]], None] | None = None,
         identity: Mapping[str, Any] | None = None,
+        models: bool = True,
     ) -> None:
         if source.batches < 1:
             raise LinvitError(f"an epoch has no full batch of {config.batch_size} images: set a smaller batch_size")
         self.accelerator, self.config, self.source, self.phases = accelerator, config, source, list(phases)
         self.model = model.to(accelerator.device)
         share_from_first(accelerator, self.model.state_dict().values())
-        self.folder = folder if accelerator.is_main_process else None
+        self.folder, self.models = folder if accelerator.is_main_process else None, models
         self.evaluate, self.watch = evaluate, watch if accelerator.is_main_process else None
         self.epoch_steps = source.batches / config.accumulate
         counts = [max(1, round(phase.stage.epochs * self.epoch_steps)) for phase in phases]
@@ -123,7 +126,8 @@ class Engine:
                         metrics = self.run_stage(phase, end, restored)
                         restored = None
                 metrics = metrics or self.measure()
-            self.keeper.finish()
+            if self.models:
+                self.keeper.finish()
         finally:
             self.log.close()
         best = self.keeper.best[1] if self.keeper.best is not None else {}
@@ -146,6 +150,10 @@ class Engine:
             self.keeper.restore_optimiser(optimiser, restored)
         elif self.average is not None:
             self.average.restart()
+        self.rate = torch.zeros((), device=self.accelerator.device)
+        self.capture = Capture(
+            captures(config, self.accelerator), lambda text: self.log.add("note", self.step, {"text": text})
+        )
         schedule = stage_schedule(config, stage, end - start, self.epoch_steps)
         self.objective: Objective = phase.objective
         self.masks.asleep = stage.objective != "supervised"  # alignment is to what is left for inference
@@ -172,7 +180,7 @@ class Engine:
                 self.write_log(stage, lr)
             if ended or self.step % every == 0:
                 metrics = self.measure()
-            if self.keeper.due() or self.step == self.steps:
+            if self.keeper.due() or (self.step == self.steps and self.models):
                 self.window.stop_clock()
                 self.keeper.save(self.step, self.optimiser, self.window.bad, self.window.spent)
                 self.window.start_clock()
@@ -184,13 +192,32 @@ class Engine:
         """One step of the optimiser. Nothing here waits for the device."""
         self.seed_step(self.step)
         self.masks.before(self.step)
-        for group in self.optimiser.param_groups:
-            group["lr"] = lr
-        wrong = torch.zeros((), device=self.accelerator.device)
-        for _ in range(self.config.accumulate):
+        self.rate.fill_(lr)
+        for group in self.optimiser.param_groups:  # a recorded step reads the rate from the device
+            group["lr"] = self.rate if self.capture.wanted else lr
+        parts = self.config.accumulate
+        clear = self.optimiser.optimizer.zero_grad
+        if parts == 1:
             images, targets = next(self.stream)
+            images = resized(images, self.config, self.step)
+            kind = getattr(self.objective, "active", None)  # MESA begins some time
+            self.capture(lambda *batch: self.work(compute, [batch]), clear, kind, images, targets)
+        else:
+            clear()
+            batches = (next(self.stream) for _ in range(parts))
+            self.work(compute, ((resized(images, self.config, self.step), targets) for images, targets in batches))
+        self.window.count(parts)
+        self.masks.after(self.step)
+        if self.masks.due(self.step):
+            kept = self.accelerator.reduce(torch.stack(self.masks.kept), reduction="mean")
+            self.masks.annealing = bool(kept.max() > self.masks.empty)
+
+    def work(self, compute: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """What a step does on the device, from its batches to the moved weights."""
+        wrong = torch.zeros((), device=self.accelerator.device)
+        for images, targets in batches:
             with self.accelerator.autocast():
-                entries = compute(resized(images, self.config, self.step), targets)
+                entries = compute(images, targets)
             self.accelerator.backward(entries["loss"])
             self.window.note(entries)
             wrong = wrong + ~torch.isfinite(entries["loss"].detach())
@@ -209,11 +236,6 @@ class Engine:
             raw = self.optimiser.optimizer
             raw.grad_scale, raw.found_inf = None, self.window.bad
             raw.step()
-        self.optimiser.zero_grad()
-        self.masks.after(self.step)
-        if self.masks.due(self.step):
-            kept = self.accelerator.reduce(torch.stack(self.masks.kept), reduction="mean")
-            self.masks.annealing = bool(kept.max() > self.masks.empty)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of all epochs in a row, from where the run stands."""

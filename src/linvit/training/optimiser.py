@@ -59,7 +59,8 @@ def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Par
     ]
     if config.optimiser == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    on_device = next(iter(trainable.values())).is_cuda  # then its step can be part of a CUDA graph
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True, capturable=on_device)
 
 
 def clip(config: Config, trainable: dict[str, nn.Parameter], norm: Tensor, head: str | None) -> None:

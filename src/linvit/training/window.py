@@ -18,27 +18,34 @@ class Window:
         self.bad = torch.zeros((), device=accelerator.device)  # 1 from the first step whose loss is no number
         self.good = torch.zeros((), device=accelerator.device, dtype=torch.float64)  # the step before which all were
         self.spent = 0.0  # seconds of training in all windows so far
+        self.names: list[str] = []
+        self.sums, self.norms = (torch.zeros((), device=accelerator.device) for _ in range(2))
         self.begin()
 
     def begin(self) -> None:
         self.began = time.perf_counter()
         self.timed = 0
         self.steps = self.parts = 0
-        self.names: list[str] = []
-        self.sums = torch.zeros((), device=self.accelerator.device)
-        self.norms = torch.zeros((), device=self.accelerator.device)
+        self.sums.zero_()
+        self.norms.zero_()
 
     def note(self, entries: Mapping[str, Tensor]) -> None:
-        """Add what an objective returned for a batch."""
+        """Add what an objective returned for a batch. The sums stay where they are, as a recorded step needs it."""
         self.names = list(entries)
-        self.sums = self.sums + torch.stack([value.detach().float() for value in entries.values()])
-        self.parts += 1
+        values = torch.stack([value.detach().float() for value in entries.values()])
+        if self.sums.shape != values.shape:
+            self.sums = torch.zeros_like(values)
+        self.sums.add_(values)
 
     def close_step(self, norm: Tensor, wrong: Tensor) -> None:
         """Add a step's gradient norm, and whether anything in it was no number."""
-        self.norms = self.norms + norm
+        self.norms.add_(norm)
         self.bad.copy_(torch.maximum(self.bad, (wrong > 0).float()))
         self.good.add_(1 - self.bad)
+
+    def count(self, parts: int) -> None:
+        """A step of so many parts was taken."""
+        self.parts += parts
         self.steps += 1
         self.timed += 1
 
