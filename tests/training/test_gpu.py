@@ -64,14 +64,69 @@ def test_resume_equals_uninterrupted(tmp_path: Path, plan: str | None, precision
     assert same(weights(whole.model), weights(again.model))
 
 
+@pytest.mark.parametrize("plan", [None, "stella", "castling", "mixa"])
+@pytest.mark.parametrize("compile", ["off", "default"])
+def test_a_recorded_step_has_the_same_bits(plan: str | None, compile: str) -> None:
+    notes: list[str] = []
+
+    def watch(record: dict[str, Any]) -> None:
+        notes.extend([record["text"]] if record["kind"] == "note" else [])
+
+    recorded = make(plan=plan, watch=watch, precision="bf16", compile=compile)
+    recorded.run()
+    assert recorded.capture.recordings and not notes
+    plain = make(plan=plan, precision="bf16", compile=compile, cuda_graph=False)
+    plain.run()
+    assert not plain.capture.recordings
+    assert same(weights(recorded.model), weights(plain.model))
+
+
+def test_a_step_that_asks_the_host_runs_unrecorded() -> None:
+    notes: list[str] = []
+
+    def asking(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        found = objective(model, images, targets)
+        return {"loss": found["loss"] * (1.0 if found["loss"].item() < 1e9 else 0.0)}
+
+    def watch(record: dict[str, Any]) -> None:
+        notes.extend([record["text"]] if record["kind"] == "note" else [])
+
+    made = make(loss=asking, watch=watch, precision="bf16")
+    made.run()
+    assert not made.capture.recordings and "runs without" in notes[0]
+    plain = make(loss=asking, precision="bf16", cuda_graph=False)
+    plain.run()
+    assert same(weights(made.model), weights(plain.model))
+
+
+@pytest.mark.parametrize("recipe", ["deit", "fast"])
+def test_recorded_augmentation_is_the_augmentation(recipe: str) -> None:
+    from linvit.tasks.classify.augmenting import Augmenter, Draws
+    from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
+    from linvit.training.capture import Replayed
+    from linvit.training.recipes import recipe as named
+
+    place = torch.device("cuda")
+    preprocessing = Preprocessing.of(small_model(img_size=32), None, 1.0)
+    augmenter = Augmenter(Augmentation.of(named(recipe)), preprocessing, 4, device=place)
+    recorded = Replayed(lambda images, labels, *draws: augmenter(images, labels, Draws(*draws)))
+    table = augmenter.table(8, 0, 0)
+    for step in range(8):
+        images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8, device=place)
+        labels = torch.randint(0, 4, (8,), device=place)
+        draws = augmenter.draw(8, 0, 1, 0, 0, step, table[step])
+        for ours, wanted in zip(recorded(images, labels, *draws), augmenter(images, labels, draws), strict=True):
+            assert torch.equal(ours, wanted)
+    assert recorded.recordings
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_nan_leaves_the_weights_good(precision: str) -> None:
-    calls = 0
+    calls = torch.zeros((), device="cuda")
 
     def failing(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        nonlocal calls
-        calls += 1
-        return {"loss": objective(model, images, targets)["loss"] * (float("nan") if calls > 5 else 1)}
+        calls.add_(1)  # on the device, where a recorded step counts too
+        return {"loss": objective(model, images, targets)["loss"] * torch.where(calls > 5, torch.nan, 1.0)}
 
     made = make(loss=failing, precision=precision, log_steps=4)
     with pytest.raises(Diverged, match="in step 6: it began in the loss itself"):

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from linvit.tasks.classify.augmenting import Augmenter, Draws, check_batch, norm
 from linvit.tasks.classify.data import Images, Stream
 from linvit.tasks.classify.order import Order
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
+from linvit.training.capture import Replayed
 
 ROOM = 0.6  # share of the device's free memory that a set may take; the model needs some as well
 Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
@@ -171,9 +172,14 @@ def make_augmenter(
     augmentation: Augmentation, preprocessing: Preprocessing, classes: int, device: torch.device, compile: bool
 ) -> tuple[Augmenter, Callable[[Tensor, Tensor, Draws], tuple[Tensor, Tensor]]]:
     """The augmenter and how to call it. Every step draws its numbers from a seed of its own, so runs can share it:
-    what the first compiled, the others find."""
+    what the first compiled or recorded, the others find."""
     augmenter = Augmenter(augmentation, preprocessing, classes, device=device)
-    return augmenter, torch.compile(augmenter, dynamic=False) if compile else augmenter
+    if compile:
+        return augmenter, torch.compile(augmenter, dynamic=False)
+    if device.type != "cuda":
+        return augmenter, augmenter
+    recorded = Replayed(lambda images, labels, *draws: augmenter(images, labels, Draws(*draws)))
+    return augmenter, lambda images, labels, draws: cast(tuple[Tensor, Tensor], recorded(images, labels, *draws))
 
 
 class Resident:
