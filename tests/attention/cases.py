@@ -50,7 +50,9 @@ def cases() -> list[Case]:
         options = list(cls.examples)
         options += [{"variant": v} for v in cls.variants[1:] if {"variant": v} not in options]
         found += [Case(name, o) for o in options]
-    return found
+    return found + [
+        Case(name, {"local": 3}) for name in ("softmax", "stella", "castling", "linformer", "xca", "mobile")
+    ]
 
 
 def inputs(

@@ -71,7 +71,7 @@ def test_learned_positions_are_laid_out_for_the_input_size(model: nn.Module) -> 
     "plan, options, message",
     [
         ("stela", {}, "did you mean stella"),
-        ("stella", {"epsilon": 1}, "takes no options"),
+        ("stella", {"epsilon": 1}, "unknown option of stella"),
         ("relu_linear", {"epz": 1}, "did you mean eps"),
         ("mixa", {"keep": 7}, "cannot keep 7 layers: the model has 4"),
         ("mixa", {"keep": (0, 4)}, "names layer 4, but the model has layers 0–3"),

@@ -196,7 +196,7 @@ ROW = {"name": "blocks.0.attn", "mechanism": "stella", "options": {}, "grid": No
         ({"layers": [3]}, "damaged: a layer is 3"),
         ({"layers": [{**ROW, "mechanism": "stela"}]}, "unknown mechanism 'stela'; did you mean stella"),
         ({"layers": [{**ROW, "name": "blocks.9.attn"}]}, "names the layer blocks.9.attn"),
-        ({"layers": [{**ROW, "options": {"kernel": 3}}]}, "takes no options"),
+        ({"layers": [{**ROW, "options": {"kernel": 3}}]}, "unknown option of"),
         ({"conversions": [{"plan": {"version": 2}}]}, "version 2, this linvit reads up to 1"),
     ],
 )

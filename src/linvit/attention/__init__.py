@@ -8,6 +8,7 @@ from linvit.attention import (  # noqa: F401  importing a file registers what it
     fastformer,
     flatten,
     flow,
+    hedgehog,
     hydra,
     inline,
     linformer,

@@ -299,7 +299,7 @@ AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp
 
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast does not reach inside: sums over tokens overflow in half precision."""
-    if device.type in AUTOCAST:
+    if device.type in AUTOCAST and (torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type)):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from linvit.attention.grid import TokenGrid
 from linvit.attention.mechanism import Mechanism, Shape
+from linvit.attention.with_local import WithLocal
 from linvit.errors import LinvitError, unknown
 
 _MECHANISMS: dict[str, type[Mechanism]] = {}
+LOCAL = "local"  # the option that every mechanism takes
 IMPLEMENTATIONS = ("auto", "triton", "reference")
 
 
@@ -49,7 +51,7 @@ def options_of(name: str) -> dict[str, Any]:
                     options[parameter.name] = parameter.default
     if not mechanism_class(name).variants:
         options.pop("variant", None)
-    return options
+    return {**options, LOCAL: 0}
 
 
 def create_attention(
@@ -63,18 +65,18 @@ def create_attention(
     impl: str = "auto",
     **options: Any,
 ) -> Mechanism:
-    """Build a mechanism by name. Those with parameters of their own need the shape they are built for."""
+    """Build a mechanism by name. Those with parameters of their own need the shape they are built for. Beside its own
+    options, every mechanism takes `local`, the width of a convolution of the values that is added to its output."""
     cls = mechanism_class(name)
     if impl not in IMPLEMENTATIONS:
         raise unknown("implementation", impl, IMPLEMENTATIONS)
     known = options_of(name)
     for option in options:
         if option not in known:
-            raise (
-                unknown(f"option of {name}", option, known)
-                if known
-                else LinvitError(f"{name} takes no options, got '{option}'")
-            )
-    mechanism = cls(Shape(heads, head_dim, value_dim, dim, grid), **options)
+            raise unknown(f"option of {name}", option, known)
+    own = {option: value for option, value in options.items() if option != LOCAL}
+    mechanism = cls(Shape(heads, head_dim, value_dim, dim, grid), **own)
+    if options.get(LOCAL):
+        mechanism = WithLocal(mechanism, options[LOCAL])
     mechanism.impl, mechanism.options = impl, options
     return mechanism

@@ -172,15 +172,17 @@ def read_fields(what: str, data: Any, **kinds: type | tuple[type, ...]) -> dict[
     return data
 
 
-def mixa(*, keep: int | Sequence[int] = 6, where: str = "first") -> Plan:
+def mixa(*, keep: int | Sequence[int] = 6, where: str = "first", local: int = 0) -> Plan:
     """MixA: ReLU-quadratic attention in the layers of `keep`, SteLLA in the others.
 
     `keep` lists the quadratic layers, or counts them and `where` places them: first, last or alternating. The paper
-    keeps 6 by an analysis it does not describe; `linvit.convert(..., calibrate=loader)` measures which.
+    keeps 6 by an analysis it does not describe; `linvit.convert(..., calibrate=loader)` measures which. With `local`,
+    all layers get a convolution of that width beside their attention, which is not the paper's.
     """
+    options = {"local": local} if local else {}
     layers = Pick(keep, where) if isinstance(keep, int) else tuple(keep)
-    rules = (Rule(Choice("relu_quadratic"), layers=layers),) if keep else ()
-    return Plan("mixa", Choice("stella"), rules, drop=("relative_bias", "shift_mask"))
+    rules = (Rule(Choice("relu_quadratic", options), layers=layers),) if keep else ()
+    return Plan("mixa", Choice("stella", options), rules, drop=("relative_bias", "shift_mask"))
 
 
 def castling(*, sparse: bool = True, **options: Any) -> Plan:
