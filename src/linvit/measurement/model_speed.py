@@ -113,39 +113,58 @@ def measure(
             torch.cuda.empty_cache()
 
 
-def _inference(model: nn.Module, row: dict[str, Any], dtype: str, images: Tensor) -> tuple[Callable[[], object], float]:
-    truth = _exact_logits(model.eval(), images[:1])
-    model, images = model.to(DTYPES[dtype]), images.to(DTYPES[dtype])
-    forward = torch.compile(model, dynamic=False) if row["mode"] == "compiled" else model
+def inference_call(model: nn.Module, images: Tensor, dtype: str, *, compiled: bool = False) -> Callable[[], Tensor]:
+    """The model's answer to the images, all of it in the dtype."""
+    model, images = model.eval().to(DTYPES[dtype]), images.to(DTYPES[dtype])
+    forward = torch.compile(model, dynamic=False) if compiled else model
 
     def infer() -> Tensor:
         with torch.inference_mode():
             return forward(images)
 
+    return infer
+
+
+def training_call(
+    model: nn.Module, images: Tensor, dtype: str, *, forward: Callable[[Tensor], Tensor] | None = None
+) -> Callable[[], Tensor]:
+    """A training step on the images; `forward` is the model's compiled form, where there is one."""
+    model.train()
+    labels = torch.arange(len(images), device=images.device)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> Tensor:
+        optimiser.zero_grad(set_to_none=True)
+        logits = autocast_logits(forward or model, images, dtype)
+        loss = F.cross_entropy(logits, labels % logits.shape[-1])
+        loss.backward()
+        optimiser.step()
+        return loss.detach()
+
+    return step
+
+
+def autocast_logits(forward: Callable[[Tensor], Tensor], images: Tensor, dtype: str) -> Tensor:
+    with torch.autocast(images.device.type, dtype=DTYPES[dtype], enabled=dtype != "fp32"):
+        return forward(images).float()
+
+
+def _inference(model: nn.Module, row: dict[str, Any], dtype: str, images: Tensor) -> tuple[Callable[[], object], float]:
+    truth = _exact_logits(model.eval(), images[:1])
+    infer = inference_call(model, images, dtype, compiled=row["mode"] == "compiled")
     return infer, relative_rms(infer()[:1], truth)
 
 
 def _training(model: nn.Module, row: dict[str, Any], dtype: str, images: Tensor) -> tuple[Callable[[], object], float]:
     truth = _exact_logits(model.eval(), images[:1])
-    labels = torch.arange(row["batch"], device=images.device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def logits(forward: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, dtype=DTYPES[dtype], enabled=dtype != "fp32"):
-            return forward(images).float()
-
-    def step() -> None:
-        optimiser.zero_grad(set_to_none=True)
-        F.cross_entropy(logits(forward, images), labels).backward()
-        optimiser.step()
-
     with torch.no_grad():
-        error = relative_rms(logits(model, images[:1]), truth)
+        error = relative_rms(autocast_logits(model, images[:1], dtype), truth)
     forward: Callable[[Tensor], Tensor] = model.train()
     if row["mode"] == "compiled":
-        plain = logits(model, images).detach()
+        plain = autocast_logits(model, images, dtype).detach()
         forward = torch.compile(model, dynamic=False)
-        error = max(error, relative_rms(logits(forward, images).detach(), plain))
+        error = max(error, relative_rms(autocast_logits(forward, images, dtype).detach(), plain))
+    step = training_call(model, images, dtype, forward=forward)
     step()
     if not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
         error = float("inf")

@@ -64,6 +64,7 @@ class Fitting:
         progress: Progress = quiet,
         phases: list[Phase] | None = None,
         held: Held | None = None,
+        models: bool = True,
     ) -> None:
         self.accelerator = accelerator = accelerator or make_accelerator(config)
         self.config, self.folder = config, folder
@@ -97,6 +98,7 @@ class Fitting:
             evaluate=self.metrics if self.checks is not None else None,
             watch=watch,
             identity=self.identity,
+            models=models,
         )
 
     def make_phases(self, model: nn.Module, teacher: nn.Module | None) -> list[Phase]:

@@ -1,0 +1,227 @@
+"""A candidate's speed and memory over a ladder of image sizes, by turns with softmax in the same architecture.
+
+Weights are random: speed does not ask for better ones. At every size there is the latency of one image and the time of
+a batch, and at the size the candidate is trained at a training step. Memory is what a pass holds at its peak beyond the
+weights and the images. What does not fit into memory, takes too long or gives no numbers is a row with a note.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linvit.comparison.building import build_model
+from linvit.comparison.grid import Task
+from linvit.conversion import find_hosts
+from linvit.conversion.host import Host
+from linvit.errors import LinvitError
+from linvit.measurement import clock
+from linvit.measurement.model_speed import inference_call, training_call
+from linvit.measurement.record import environment
+
+SOFTMAX: dict[str, Any] = {"name": "softmax", "options": {}}
+BUDGET = 0.4  # seconds for each point and model
+SLOW = 10.0  # a pass that is likely to take more seconds is left out
+TRAINING = 4.0  # times an inference, when a training step's time is guessed
+
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a row times."""
+
+    size: int
+    batch: int
+    which: str  # inference or training
+    precision: str
+    compiled: bool
+    device: torch.device
+
+
+class Contender:
+    """A candidate on its way up the ladder, which is built anew for each size."""
+
+    def __init__(self, structure: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
+        self.structure = {**structure, "candidate": candidate}
+        self.model: nn.Module | None = None
+        self.tokens, self.degree = 1, 2
+        self.seen: tuple[int, float] | None = None  # tokens and seconds of an image, to guess the next from
+
+    def build(self, size: int, device: torch.device) -> None:
+        self.model = None
+        model = build_model({**self.structure, "size": size})
+        self.tokens = tokens_of(model, size) or size**2
+        hosts = [module for _, module in find_hosts(model)]
+        self.degree = 1 if all(isinstance(h, Host) and h.mechanism.capabilities.linear for h in hosts) else 2
+        self.model = model.to(device)
+
+    def guess(self, point: Point) -> float:
+        """About how many seconds a pass will take; 0 before anything is known."""
+        if self.seen is None:
+            return 0.0
+        tokens, seconds = self.seen
+        grown = seconds * point.batch * (self.tokens / tokens) ** self.degree
+        return grown * TRAINING if point.which == "training" else grown
+
+    def call(self, point: Point) -> Call:
+        """The pass to be timed, after it has shown that it gives numbers."""
+        assert self.model is not None
+        if (seconds := self.guess(point)) > SLOW:
+            raise LeftOut(f"left out: about {seconds:.0f} s a pass")
+        generator = torch.Generator(point.device).manual_seed(0)
+        images = torch.randn(point.batch, 3, point.size, point.size, generator=generator, device=point.device)
+        if point.which == "inference":
+            call = inference_call(self.model, images, point.precision, compiled=point.compiled)
+        else:
+            forward = torch.compile(self.model.float(), dynamic=False) if point.compiled else None
+            call = training_call(self.model.float(), images, point.precision, forward=forward)
+        if not bool(call().isfinite().all()):
+            raise LeftOut("the output is not finite")
+        return call
+
+    def learn(self, point: Point, milliseconds: float) -> None:
+        if point.which == "inference":
+            self.seen = (self.tokens, milliseconds / 1e3 / point.batch)
+
+
+class LeftOut(Exception):
+    """Why a row has no time."""
+
+
+def measure_speed(
+    task: Task, *, watch: Callable[[dict[str, Any]], None] | None = None, budget: float = BUDGET
+) -> dict[str, Any]:
+    """The rows of a speed task and where they come from; `watch` hears each row."""
+    devices = devices_for(task.identity)
+    rows = []
+    for device in devices:
+        for row in ladder(task.identity, device, budget):
+            rows.append(row)
+            if watch is not None:
+                watch({"kind": "speed", **row})
+    return {"environment": environment(devices[-1]), "rows": rows}
+
+
+def devices_for(identity: Mapping[str, Any]) -> list[torch.device]:
+    """The devices asked for that are present; the GPU comes last."""
+    present = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    found = [name for name in present if name in (identity["devices"] or present)]
+    if not found:
+        raise LinvitError(f"this machine has none of the devices to measure on: {', '.join(identity['devices'])}")
+    return [torch.device(name) for name in found]
+
+
+def ladder(identity: Mapping[str, Any], device: torch.device, budget: float) -> Iterator[dict[str, Any]]:
+    """The rows of one device, from the smallest size up."""
+    ours = Contender(identity, identity["candidate"])
+    softmax = ours if identity["candidate"] == SOFTMAX else Contender(identity, SOFTMAX)
+    for size in sorted(identity["ladder"]):
+        failed = {contender: build(contender, size, device) for contender in dict.fromkeys((ours, softmax))}
+        for point in points(identity, size, device):
+            yield time_point(point, ours, softmax, failed, budget)
+            clean(point)
+
+
+def build(contender: Contender, size: int, device: torch.device) -> str | None:
+    """Build for a size; why that cannot be, if so."""
+    try:
+        contender.build(size, device)
+    except (LinvitError, torch.OutOfMemoryError) as error:
+        return reason_of(error)
+    return None
+
+
+def points(identity: Mapping[str, Any], size: int, device: torch.device) -> Iterator[Point]:
+    """Latency, throughput, and at the trained size a training step."""
+    precision = identity["precision"]
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    rest = (precision, identity["compile"], device)
+    yield Point(size, 1, "inference", *rest)
+    if identity["batch"] > 1:
+        yield Point(size, identity["batch"], "inference", *rest)
+    if size == identity["size"]:
+        yield Point(size, identity["batch"], "training", *rest)
+
+
+def time_point(
+    point: Point, ours: Contender, softmax: Contender, failed: Mapping[Contender, str | None], budget: float
+) -> dict[str, Any]:
+    """One row. Softmax is timed by turns with the candidate; where it cannot do this, there is no ratio."""
+    row: dict[str, Any] = {
+        "device": point.device.type,
+        "size": point.size,
+        "tokens": ours.tokens,
+        "batch": point.batch,
+        "pass": point.which,
+        "precision": point.precision,
+        "compiled": point.compiled,
+        "milliseconds": None,
+        "images_per_second": None,
+        "peak_bytes": None,
+        "ratio": None,
+        "note": None,
+    }
+    calls: dict[Contender, Call] = {}
+    for contender in dict.fromkeys((ours, softmax)):
+        note = failed[contender] or prepare(contender, point, calls)
+        if note is not None and contender is ours:
+            return {**row, "note": note}
+    assert ours.model is not None
+    ours.model.zero_grad(set_to_none=True)  # a step's gradients count as its own
+    try:
+        row["peak_bytes"] = clock.peak_memory(calls[ours], point.device)
+        found = clock.by_turns(list(calls.values()), point.device, alone=point.batch == 1, budget=budget)
+    except torch.OutOfMemoryError:  # both at once do not fit
+        calls = {ours: calls[ours]}
+        found = clock.by_turns([calls[ours]], point.device, alone=point.batch == 1, budget=budget)
+    times = dict(zip(calls, found, strict=True))
+    for contender, timing in times.items():
+        contender.learn(point, timing.median)
+    own = times[ours]
+    row["milliseconds"] = {"median": own.median, "low": own.low, "high": own.high}
+    row["images_per_second"] = point.batch / own.median * 1e3
+    row["ratio"] = times[softmax].median / own.median if softmax in times else None
+    return row
+
+
+def prepare(contender: Contender, point: Point, calls: dict[Contender, Call]) -> str | None:
+    """Add the contender's pass to the calls; why there is none, if so."""
+    try:
+        calls[contender] = contender.call(point)
+        calls[contender]()
+    except Exception as error:  # a compiler or kernel that fails must not cost the rows that are still to come
+        calls.pop(contender, None)
+        clean(point)
+        return reason_of(error)
+    return None
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return line if isinstance(error, LinvitError | LeftOut) else f"{type(error).__name__}: {line}"
+
+
+def clean(point: Point) -> None:
+    if point.compiled:
+        torch._dynamo.reset()
+    gc.collect()
+    if point.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def tokens_of(model: nn.Module, size: int) -> int | None:
+    """The patches an image is cut into; None where a model has another way to begin."""
+    patch: Any = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if patch is None:
+        return None
+    return (-(-size // (patch if isinstance(patch, int) else patch[0]))) ** 2

@@ -1,0 +1,247 @@
+"""One task carried out, from its identity to its result.
+
+The result depends on the identity alone: not on the engine, on what ran before in this process, or on whether the run
+was killed in between. Only timings and memory differ; `without_timings` leaves them out.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from linvit.comparison.drift import measure_drift
+from linvit.comparison.grid import Task
+from linvit.comparison.measuring import measure_speed, tokens_of
+from linvit.comparison.sharing import Bench, Shared
+from linvit.comparison.store import Store
+from linvit.conversion import save
+from linvit.errors import LinvitError
+from linvit.measurement.macs import count_macs
+from linvit.measurement.parameters import count_parameters
+from linvit.measurement.record import environment, package
+from linvit.tasks.classify.fitting import Fitting, check_same
+from linvit.tasks.classify.metrics import Evaluation
+from linvit.training.config import Config, Stage
+from linvit.training.logs import read_log
+from linvit.training.processes import make_accelerator
+from linvit.training.repeating import repeatable
+
+VERSION = 1  # of the result files
+THREADS = 4  # at most, of a training on the CPU
+SMALL = 2e9  # MACs of a step below which it has one
+PACKAGES = ("torch", "torchvision", "timm", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn", "triton")
+SHARED = Shared()
+Watch = Callable[[dict[str, Any]], None]
+
+
+def execute(
+    task: Task, store: Store, *, device: str = "auto", shared: int = 1, watch: Watch | None = None
+) -> dict[str, Any]:
+    """Do a task and give its result. A training that was killed goes on from the store's work folder. `shared` is how
+    many runs have the device now; `watch` hears the training's log."""
+    began = time.perf_counter()
+    found = measure_speed(task, watch=watch) if task.kind == "speed" else train(task, store, device, shared, watch)
+    head = {
+        "kind": task.kind,
+        "version": VERSION,
+        "key": task.key,
+        "candidate_key": task.candidate_key,
+        "label": task.label,
+        "identity": task.identity,
+        "command": task.command,
+    }
+    return {**head, **found, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def train(task: Task, store: Store, device: str, shared: int, watch: Watch | None) -> dict[str, Any]:
+    """A run or a teacher."""
+    config = read_config(task.identity["config"])
+    accelerator = make_accelerator(config, device)
+    memory = Memory(accelerator.device, watch)
+    try:
+        with fixed_threads(accelerator.device, threads()):
+            bench = SHARED.prepare(task, store, config, accelerator.device)
+            bench.facts = bench.facts or facts(bench.model, task.identity["size"])
+        with fixed_threads(accelerator.device, threads(bench.facts["macs"] * config.batch_size)):
+            found = train_on(bench, task, store, accelerator, memory)
+    except BaseException:
+        SHARED.forget()
+        raise
+    if config.mesa:  # its stages belong to the moving average of this run
+        SHARED.forget()
+    found["training"] |= {"peak_bytes": memory.peak, "device": accelerator.device.type, "shared": shared}
+    return found
+
+
+def train_on(bench: Bench, task: Task, store: Store, accelerator: Accelerator, memory: Memory) -> dict[str, Any]:
+    config, sets = read_config(task.identity["config"]), SHARED.data(task)
+    work = store.work_folder(task.key)
+    fitting = Fitting(
+        bench.model,
+        *sets,
+        config,
+        teacher=bench.guide,
+        folder=work,
+        accelerator=accelerator,
+        watch=memory.hear,
+        identity={"task": task.key},
+        phases=bench.phases,
+        held=SHARED.held,
+        models=False,
+    )
+    bench.phases = fitting.phases
+    clear_foreign(work, fitting)
+    outcome = fitting.run(resume=True)
+    final = fitting.evaluate(bench.guide)
+    assert fitting.checks is not None
+    with repeatable(config.deterministic):
+        drift = measure_drift(fitting.shown, fitting.checks)
+    if task.kind == "teacher":
+        save(fitting.shown, store.teacher_folder(task.key))
+    evaluations = [record for record in read_log(work) if record["kind"] == "eval"]
+    found: dict[str, Any] = {
+        "environment": {**environment(accelerator.device), "packages": packages()},
+        "data": {**task.identity["data"], "train": len(sets[0]), "validation": len(final.labels)},
+        "model": bench.facts,
+        "accuracy": accuracy(final, evaluations),
+        "training": {"seconds": evaluations[-1]["seconds"], "images_per_second": outcome.images_per_second},
+        "drift": drift,
+    }
+    if bench.guide is not None:
+        found["conversion"] = conversion(bench, final, evaluations[0]["top1"])
+    return found
+
+
+def facts(model: nn.Module, size: int) -> dict[str, Any]:
+    """Parameters, MACs of one image, and the tokens it is cut into."""
+    return {
+        "parameters": count_parameters(model),
+        "macs": count_macs(model, (3, size, size)),
+        "tokens": tokens_of(model, size),
+    }
+
+
+def accuracy(final: Evaluation, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the last weights get right, image by image too, and how it came about; epoch 0 is before any training."""
+    names = ("epoch", "top1", "loss", "seconds")
+    bits = np.packbits(final.correct).tobytes()
+    return {
+        "epochs": [{name: record[name] for name in names} for record in evaluations],
+        "top1": final.top1,
+        "top5": final.top5,
+        "best": max(record["top1"] for record in evaluations),
+        "standard_error": final.standard_error,
+        "loss": final.loss,
+        "correct": base64.b64encode(bits).decode(),
+    }
+
+
+def conversion(bench: Bench, final: Evaluation, zero_shot: float) -> dict[str, Any]:
+    """What the conversion did, and how near the candidate came to its teacher."""
+    assert final.teacher is not None
+    found: dict[str, Any] = {
+        "zero_shot": zero_shot,
+        "teacher_top1": 100 * float((final.teacher == final.labels).mean()),
+        "agreement": final.agreement,
+        "kl": final.kl,
+        "report": bench.report,
+    }
+    return {**found, "layers": list(bench.layers)} if bench.layers is not None else found
+
+
+class Memory:
+    """The most memory that training took on a GPU, evaluations and the compiler's trials left out; none on the CPU. It
+    hears the log on its way to `watch`: training ends in a `train` record and begins after an `eval`."""
+
+    def __init__(self, device: torch.device, watch: Watch | None) -> None:
+        self.device, self.watch = device, watch
+        self.windows: list[int] = []
+
+    def hear(self, record: dict[str, Any]) -> None:
+        if self.device.type == "cuda":
+            if record["kind"] == "train":
+                self.windows.append(torch.cuda.max_memory_allocated(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.watch is not None:
+            self.watch(record)
+
+    @property
+    def peak(self) -> int | None:
+        """Without the first window, in which things are compiled, and without the sets on the device."""
+        sets = sum(p.pictures.nbytes + p.labels.nbytes for p in SHARED.held.values())
+        return max(self.windows[1:] or self.windows) - sets if self.windows else None
+
+
+def clear_foreign(work: Path, fitting: Fitting) -> None:
+    """Begin again where the work folder cannot be gone on with: another version's, or damaged."""
+    checkpoints = fitting.engine.keeper.checkpoints
+    if not work.exists() or checkpoints is None:
+        return
+    try:
+        check_same(work, fitting.config, fitting.identity)
+        checkpoints.latest(lambda text: None)
+    except LinvitError:
+        shutil.rmtree(work)
+
+
+def read_config(data: dict[str, Any]) -> Config:
+    """The recipe's values from plain data."""
+    known = {field.name for field in fields(Config)}
+    odd = sorted(data.keys() - known)
+    if odd:
+        raise LinvitError(f"this linvit knows no setting '{odd[0]}': upgrade it")
+    values = tupled(data)
+    return Config(**{**values, "stages": tuple(Stage(**tupled(stage)) for stage in data.get("stages", ()))})
+
+
+def tupled(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+
+
+@contextmanager
+def fixed_threads(device: torch.device, count: int) -> Iterator[None]:
+    """On the CPU, sums depend on the number of threads: it must not depend on who started the process."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads(macs: float = math.inf) -> int:
+    """How many threads a training on the CPU has, by the MACs of a step: small ones run better side by side."""
+    return min(THREADS, os.cpu_count() or 1) if macs > SMALL else 1
+
+
+def packages() -> dict[str, str]:
+    """Versions of what results may depend on."""
+    return {name: found for name in PACKAGES if (found := package(name)) is not None}
+
+
+def without_timings(result: dict[str, Any]) -> dict[str, Any]:
+    """A result without what may differ when the same task is done again: times, memory, and where it was."""
+    left = copy.deepcopy({name: value for name, value in result.items() if name not in ("environment", "seconds")})
+    if "training" in left:
+        left["training"] = {"device": left["training"]["device"]}
+        for epoch in left["accuracy"]["epochs"]:
+            del epoch["seconds"]
+    for row in left.get("rows", ()):
+        for name in ("milliseconds", "images_per_second", "peak_bytes", "ratio"):
+            del row[name]
+    return left
