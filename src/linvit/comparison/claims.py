@@ -1,10 +1,10 @@
 """Who works on what: a claim is a small file that one process holds and keeps fresh.
 
-A claim is created with O_EXCL, so of two processes one gets it. It is touched every 15 seconds. When its process is
+A claim is linked into place, so of two processes one gets it. It is touched every 15 seconds. When its process is
 dead (same machine), or it was not touched for two minutes (another machine), somebody else may take it over. Taking
 over and giving back happen under a file lock, which the system releases when a process dies.
 
-On a network file system: O_EXCL, `link` and `flock` are needed, which NFSv4 has. Ages are told by the file server's
+On a network file system: `link` and `flock` are needed, which NFSv4 has. Ages are told by the file server's
 clock alone, so clocks of the machines may differ. Attributes may be cached for a minute, hence the two minutes. Where
 there are no locks, two processes may take over the same stale claim; then both work, and one result is kept.
 """
@@ -78,13 +78,29 @@ def take(path: Path, beat: float = BEAT, stale: float = STALE) -> Claim | None:
             if not abandoned(path, stale):
                 return None
             path.unlink(missing_ok=True)
-        try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
+        who = {"host": host(), "name": socket.gethostname(), **process(os.getpid()), "token": token}
+        if not create(path, json.dumps(who), token):
             return None
-        with os.fdopen(handle, "w") as file:
-            json.dump({"host": host(), "name": socket.gethostname(), **process(os.getpid()), "token": token}, file)
     return Claim(path, token, beat)
+
+
+def create(path: Path, text: str, token: str) -> bool:
+    """Make a file that does not exist, at once with its text; without hard links the text comes a moment later."""
+    beside = path.with_name(f".{token}")
+    beside.write_text(text)
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        try:
+            with open(path, "x") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
+    finally:
+        beside.unlink()
+    return True
 
 
 def abandoned(path: Path, stale: float = STALE) -> bool:

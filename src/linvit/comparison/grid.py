@@ -82,6 +82,8 @@ def survey(comparison: Comparison, data: dict[str, Any] | None = None) -> tuple[
     for part in comparison.parts():
         for task in Expansion(part, data, left_out).tasks():
             found.setdefault(task.key, task)
+    if not found:
+        raise LinvitError(f"nothing fits {comparison.architecture['model']}: {next(iter(left_out)).reason}")
     order = {"teacher": 0, "run": 1, "speed": 2}
     return sorted(found.values(), key=lambda task: order[task.kind]), list(left_out)
 
@@ -94,7 +96,8 @@ class Expansion:
         self.places = {"data": part.data, **({"root": part.root} if part.root else {})}
         self.teacher: dict[str, Any] | None = None
         self.classes: int = data["classes"]
-        self.architecture, self.own = self.read_architecture()
+        self.own_patch: int | None = None
+        self.architecture, self.own_size = self.read_architecture()
         self.config = make_config(part.recipe_name, self.model_name, part.settings)
         if part.mode == "scratch" and self.config.needs_teacher:
             raise LinvitError(f'recipe {part.recipe_name} learns from a teacher: set mode = "distil" or another recipe')
@@ -105,8 +108,8 @@ class Expansion:
     def model_name(self) -> str:
         return self.architecture["model"]
 
-    def read_architecture(self) -> tuple[dict[str, Any], tuple[int | None, int]]:
-        """What every candidate is built from, and its own patch and image size. A given teacher brings it along."""
+    def read_architecture(self) -> tuple[dict[str, Any], int]:
+        """What every candidate is built from, and its own image size. A given teacher brings it along."""
         given = dict(self.part.architecture)
         size = None
         if self.part.teacher:
@@ -119,25 +122,29 @@ class Expansion:
                 given = {"model": self.part.teacher}
         name, args = given["model"], {key: value for key, value in given.items() if key != "model"}
         if name in OWN:
-            return plain({"model": name, **OWN[name], **args}), OWN_SIZES[name]
+            self.own_patch, size = OWN_SIZES[name]
+            return plain({"model": name, **OWN[name], **args}), size
         if not self.part.teacher:
             args.setdefault("num_classes", self.data["classes"])
         model = probe(name, args)
         patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-        patch = patch if isinstance(patch, int | None) else patch[0]
+        self.own_patch = patch if isinstance(patch, int | None) else patch[0]
         self.classes = model.num_classes
         args.pop("num_classes", None)
-        return plain({"model": name, **args}), (patch, size or own_size(model)[0])
+        return plain({"model": name, **args}), size or own_size(model)[0]
 
     def tasks(self) -> Iterator[Task]:
         named, everything = chosen(self.part.candidates)
-        for patch in self.part.patch_sizes or (self.own[0],):
-            for size in self.part.sizes or (self.own[1],):
+        for patch in self.part.patch_sizes or (None,):
+            for size in self.part.sizes or (self.own_size,):
                 teacher = self.teacher_task(patch, size)
                 if teacher is not None:
                     yield teacher
-                candidates = [*named, *(self.others(named, patch, size) if everything else ())]
-                for candidate in candidates:
+                for candidate in named:
+                    reason = try_candidate(self.structure(candidate, patch, size))
+                    if reason is not None:
+                        raise LinvitError(f"{name_of(candidate)} does not fit {self.model_name}: {reason}")
+                for candidate in [*named, *(self.others(named, patch, size) if everything else ())]:
                     for seed in self.part.seeds:
                         yield self.run_task(candidate, patch, size, seed, teacher)
                     yield from self.speed_tasks(candidate, patch, size)
@@ -152,7 +159,7 @@ class Expansion:
             if reason is None:
                 yield candidate
             else:
-                self.left_out[LeftOut(name, patch, size, reason)] = None
+                self.left_out[LeftOut(name, patch or self.own_patch, size, reason)] = None
 
     def misfit(self, candidate: dict[str, Any], patch: int | None, size: int) -> str | None:
         """Why a candidate does not fit the architecture; None if it does."""
@@ -167,7 +174,7 @@ class Expansion:
             "architecture": self.architecture,
             "classes": self.classes,
             "candidate": candidate,
-            "patch_size": patch,
+            "patch_size": patch or (self.own_patch if self.model_name in OWN else None),
             "size": size,
         }
 
@@ -211,7 +218,7 @@ class Expansion:
             "seed": config.seed,
             "teacher": teacher,
         }
-        label = {**label_of(candidate, patch, size), "seed": config.seed, "mode": mode}
+        label = {**label_of(candidate, patch or self.own_patch, size), "seed": config.seed, "mode": mode}
         return Task(kind, key_of(identity), identity, digest(structure), label, needs, self.places)
 
     def speed_tasks(self, candidate: dict[str, Any], patch: int | None, size: int) -> Iterator[Task]:
@@ -229,7 +236,7 @@ class Expansion:
             "compile": measure.compile,
             "devices": list(measure.devices),
         }
-        label = {**label_of(candidate, patch, size), "mode": self.part.mode}
+        label = {**label_of(candidate, patch or self.own_patch, size), "mode": self.part.mode}
         yield Task("speed", key_of(identity), identity, digest(structure), label, (), self.places)
 
 
@@ -271,7 +278,7 @@ def try_candidate(structure: dict[str, Any]) -> str | None:
         with torch.no_grad(), torch.device("meta"):
             model = build_softmax(structure["architecture"], **shape)
             become(model, structure["candidate"], size=size)
-            model.eval()(torch.zeros(1, 3, size, size))
+            model.eval()(torch.empty(1, 3, size, size))
     except (LinvitError, RuntimeError, AssertionError, ValueError, TypeError) as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None

@@ -52,9 +52,14 @@ def key_of(identity: Mapping[str, Any]) -> str:
             for name, value in given
             if name not in FREE and (name not in DEFAULTS or simple(value) != simple(DEFAULTS[name]))
         }
-    if isinstance(counted.get("teacher"), Mapping):
-        counted["teacher"] = {name: value for name, value in counted["teacher"].items() if name != "identity"}
-    return digest(counted)
+    for name in ("data", "teacher"):
+        counted[name] = essence(counted[name]) if name in counted else None
+    return digest({name: value for name, value in counted.items() if value is not None})
+
+
+def essence(named: Mapping[str, Any] | None) -> Any:
+    """Of a set or a teacher its key or digest; the name only where there is neither."""
+    return named and (named.get("key") or named.get("digest") or named.get("name"))
 
 
 def describe_data(data: str, root: str = "") -> dict[str, Any]:

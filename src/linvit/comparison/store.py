@@ -138,8 +138,9 @@ class Store:
         shutil.rmtree(self.folder / "work" / task.key, ignore_errors=True)
         return written
 
-    def fail(self, task: Task, error: BaseException | str, *, device: str = "cpu") -> dict[str, Any]:
+    def fail(self, task: Task, error: BaseException | str, *, device: str | None = None) -> dict[str, Any]:
         """Record that a task went wrong."""
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = "" if isinstance(error, LinvitError | str) else f"{type(error).__name__}: "
         record = {

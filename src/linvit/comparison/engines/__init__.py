@@ -10,14 +10,18 @@ queue: several engines, on several machines, may work on one at the same time.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from linvit.comparison.claims import ClaimLost
 from linvit.comparison.grid import Task
 from linvit.comparison.store import Store
+from linvit.errors import LinvitError
 
 Watch = Callable[[Task, dict[str, Any]], None]
 Execute = Callable[..., dict[str, Any]]
@@ -37,6 +41,10 @@ class Summary:
     @property
     def complete(self) -> bool:
         return not self.failed and not self.missing
+
+
+class DeviceSpoilt(LinvitError):
+    """A failure that leaves this process without its GPU, such as an illegal access."""
 
 
 class Board:
@@ -141,7 +149,23 @@ def attend(
         except Exception as error:
             failure = store.fail(task, error)
             watch(task, {"kind": "failed", "error": failure["error"]})
+        else:
+            return True
+    clean_up(task)
     return True
+
+
+def clean_up(task: Task) -> None:
+    """Give back what a failed task held on the device, and see whether that still works."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            name = task.label["candidate"]
+            raise DeviceSpoilt(f"{name} left the GPU unusable ({reason}): start the command again to go on") from None
 
 
 def real_execute(task: Task, store: Store, **options: Any) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from linvit.comparison.engines import POLL, Board, Execute, Summary, Watch, attend, drain, real_execute
+from linvit.comparison.engines import POLL, Board, DeviceSpoilt, Execute, Summary, Watch, attend, drain, real_execute
 from linvit.comparison.grid import Task
 from linvit.comparison.store import Store
 from linvit.errors import LinvitError
 
 TRIES = 3  # of a task whose worker dies
+SPOILT = 3  # a worker's exit code when a failure spoilt its GPU for it: another process can use it
 PATIENCE = 15.0  # seconds for a worker to stop when asked to
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -120,7 +121,7 @@ class Crew:
         key = self.busy.pop(pipe, None)
         if key is not None:
             self.lose(self.board.by_key[key], process.exitcode)
-        elif process.exitcode:
+        elif process.exitcode not in (0, SPOILT):
             self.stillborn += 1
             if self.stillborn >= TRIES:
                 raise LinvitError(f"workers end with code {process.exitcode} before they begin: try --engine local")
@@ -178,7 +179,7 @@ def work_on(
     board = Board(every, store, forgiven=forgiven)
     device = "cpu" if settings["gpu"] is None else "cuda"
     if device == "cpu":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings["workers"]))
+        torch.set_num_threads(max(1, torch.get_num_threads() // settings["workers"]))
 
     def watch(task: Task, record: dict[str, Any]) -> None:
         try:
@@ -189,7 +190,10 @@ def work_on(
     def work(task: Task) -> bool:
         return attend(task, store, watch, execute, device=device, shared=settings["shared"])
 
-    drain(board, tasks, work, wait=False)
+    try:
+        drain(board, tasks, work, wait=False)
+    except DeviceSpoilt:
+        raise SystemExit(SPOILT) from None
 
 
 def stop_now(number: int, frame: Any) -> None:

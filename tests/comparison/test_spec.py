@@ -1,0 +1,124 @@
+"""A comparison as it is written: presets, files, and every mistake in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from linvit.comparison.candidates import name_of, read_candidate, split_candidates
+from linvit.comparison.spec import Comparison, Measure, Part, load, preset_text, presets
+from linvit.errors import LinvitError
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_survive_json(name: str) -> None:
+    comparison = load(name)
+    assert Comparison.from_dict(comparison.to_dict()) == comparison
+    assert len(preset_text(name).splitlines()) < 60
+    for part in comparison.parts():
+        for text in part.candidates:
+            assert text == "all" or read_candidate(text)
+
+
+def test_the_presets_there_are() -> None:
+    assert {"digits", "digits-distil", "imagenette", "imagenette-distil", "paper"} == set(presets())
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'data = "photos"\ncandidates = ["softmax", "mixa:keep=2"]\nseeds = [0, 1]\nsizes = [64]\n'
+        '[architecture]\nmodel = "vit"\ndepth = 4\n[measure]\nsizes = []\n[[also]]\nsizes = [96]\nseeds = [5]\n'
+    )
+    found = load(path)
+    assert found.candidates == ("softmax", "mixa:keep=2") and found.measure == Measure(sizes=())
+    assert found.also == (Part(sizes=(96,), seeds=(5,)),)
+    first, second = found.parts()
+    assert (first.sizes, first.seeds) == ((64,), (0, 1))
+    assert (second.sizes, second.seeds, second.candidates) == ((96,), (5,), first.candidates)
+
+
+def test_parts_add_settings_and_replace_the_rest() -> None:
+    comparison = Comparison(settings=("epochs=2",), also=(Part(settings=("epochs=1",), candidates=("stella",)),))
+    assert comparison.parts()[1].settings == ("epochs=2", "epochs=1")
+    assert comparison.parts()[1].candidates == ("stella",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('sedes = [1]\n[architecture]\nmodel = "fair"', "unknown field of comparison 'sedes'; did you mean seeds"),
+        ('[architecture]\nmodel = "fair"\nwidht = 3', "did you mean width"),
+        ("seeds = 3", "seeds must be a list of whole numbers"),
+        ("seeds = [true]", "seeds must be a list of whole numbers"),
+        ("seeds = []", "no seeds"),
+        ("candidates = []", "no candidates"),
+        ("sizes = [0]", "sizes must be at least 1"),
+        ('mode = "distill"', "did you mean distil"),
+        ('teacher = "somewhere"', "mode distil"),
+        ("[measure]\nprecision = 'bf61'", "did you mean bf16"),
+        ("[measure]\ndevices = ['gpu']", "unknown device 'gpu'"),
+        ("[[also]]\nrecipe = 'deit'", "unknown field of [[also]] 'recipe'"),
+        ("architecture = 'fair'", "written as [architecture]"),
+        ("mode = 3", "mode cannot be 3"),
+        ("seeds = [", "is no TOML file"),
+    ],
+)
+def test_mistakes(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(LinvitError) as caught:
+        load(path)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(LinvitError, match="did you mean digits"):
+        load("digit")
+    with pytest.raises(LinvitError, match="cannot read"):
+        load("nowhere.toml")
+
+
+def test_candidates_are_written_in_one_way() -> None:
+    for text in ("mixa:where=last,keep=2", "mixa: keep=2, where=last"):
+        assert name_of(read_candidate(text)) == "mixa:keep=2,where=last"
+    assert read_candidate("mixa:keep=[0,1]")["options"] == {"keep": [0, 1]}
+    assert name_of(read_candidate("mixa:keep=[0, 1]")) == "mixa:keep=[0,1]"
+
+
+def test_candidates_in_a_row() -> None:
+    found = split_candidates("softmax,mixa:keep=[0,1],where=last,xca:lpi=true,qt")
+    assert found == ["softmax", "mixa:keep=[0,1],where=last", "xca:lpi=true", "qt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stela", "did you mean stella"),
+        ("mixa:kep=2", "unexpected keyword argument 'kep'"),
+        ("efficient:variant=sofmax", "did you mean softmax"),
+        ("xca:lpy=true", "did you mean lpi"),
+        ("stella:x=1", "takes no"),
+        ("mixa:2", "name:option=value"),
+        ("castling:sparce=true", "did you mean sparse"),
+        ("nothing.json", "is no plan"),
+    ],
+)
+def test_a_typo_in_a_candidate(text: str, message: str) -> None:
+    with pytest.raises(LinvitError) as caught:
+        read_candidate(text)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_plan_file_is_a_candidate(tmp_path: Path) -> None:
+    import json
+
+    from linvit.comparison.candidates import plan_of
+    from linvit.conversion import as_plan
+
+    plan = as_plan("mixa", keep=1)
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps(plan.to_dict()))
+    found = read_candidate(str(path))
+    assert name_of(found) == "ours" and plan_of(found) == plan

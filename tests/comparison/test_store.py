@@ -1,0 +1,374 @@
+"""The store under many writers, after kill -9, with damaged files, packed and merged."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from linvit.comparison import claims
+from linvit.comparison.engines import Board, attend, drain
+from linvit.comparison.spec import Comparison, load
+from linvit.comparison.store import Store, place
+from linvit.errors import LinvitError
+from tests.comparison.tasks import log, make_result, make_task, quick
+
+spawn = multiprocessing.get_context("spawn")
+fork = multiprocessing.get_context("fork")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All that counts of a store, by name."""
+    names = ("runs", "speeds", "failures", "repeats", "comparisons", "teachers", "work")
+    files = (path for name in names for path in (folder / name).rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.is_file()}
+
+
+def test_a_result_is_written_once_and_never_changed(tmp_path: Path) -> None:
+    store, task = Store(tmp_path), make_task(1)
+    assert not store.finished(task) and store.result(task) is None
+    store.work_folder(task.key).mkdir(parents=True)
+    assert store.write(task, make_result(task, top1=1.0))
+    assert store.finished(task) and not store.work_folder(task.key).exists()
+    assert not store.write(task, make_result(task, top1=2.0))
+    assert [result["top1"] for result in store.results("run")] == [1.0]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [f"{task.key}.json"]
+    with pytest.raises(ValueError, match="lacks its kind"):
+        store.write(make_task(2), make_result(task))
+
+
+def test_speeds_are_kept_for_each_hardware(tmp_path: Path) -> None:
+    store, task = Store(tmp_path), make_task(1, "speed")
+    other = {**make_result(task), "environment": {"hardware": "NVIDIA H200", "time": ""}}
+    assert store.write(task, other)
+    assert not store.finished(task) and store.finished(task, anywhere=True)
+    assert store.write(task, make_result(task)) and store.finished(task)
+    assert {path.name for path in (tmp_path / "speeds").iterdir()} >= {f"{task.key}-nvidia-h200.json"}
+    assert len(store.results("speed")) == 2 and not store.results("run")
+
+
+def test_failures_add_up(tmp_path: Path) -> None:
+    store, task = Store(tmp_path), make_task(1)
+    try:
+        raise RuntimeError("CUDA out of memory\nmore")
+    except RuntimeError as error:
+        store.fail(task, error)
+    store.fail(task, LinvitError("give a larger GPU"))
+    first, second = store.failures(task.key)
+    assert first["error"] == "RuntimeError: CUDA out of memory" and "Traceback" in first["traceback"]
+    assert (first["attempt"], second["attempt"], second["error"]) == (1, 2, "give a larger GPU")
+    assert not store.finished(task) and len(store.results("failure")) == 2
+
+
+def test_damaged_and_foreign_files_are_noted(tmp_path: Path) -> None:
+    store, task, cut = Store(tmp_path), make_task(1), make_task(2)
+    store.write(task, make_result(task))
+    whole = (tmp_path / "runs" / f"{task.key}.json").read_text()
+    (tmp_path / "runs" / f"{cut.key}.json").write_text(whole[:50])
+    (tmp_path / "runs" / "notes.json").write_text("[1]")
+    (tmp_path / "runs" / f"{make_task(3).key}.json").write_text(whole)  # a result under another's name
+    assert [result["key"] for result in store.results("run")] == [task.key]
+    assert len(store.notes) == 3 and all("left aside" in note for note in store.notes)
+    assert store.write(cut, make_result(cut)) and store.finished(cut)
+    assert any("damaged" in path.name for path in (tmp_path / "runs").iterdir())
+
+
+def test_what_was_asked_is_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for comparison in (load("digits"), Comparison(candidates=("stella",)), load("digits")):
+        store.ask(comparison)
+    assert len(store.comparisons()) == 2 and load("digits") in store.comparisons()
+    (tmp_path / "comparisons" / "x.json").write_text('{"time": "", "comparison": {"sedes": 1}}')
+    assert len(store.comparisons()) == 2 and "no comparison" in store.notes[0]
+    with pytest.raises(LinvitError, match="is a file"):
+        Store(tmp_path / "comparisons" / "x.json")
+
+
+# Claims.
+
+
+def test_one_claim_at_a_time(tmp_path: Path) -> None:
+    store, task = Store(tmp_path), make_task(1)
+    first = store.claim(task)
+    assert first is not None and store.claim(task) is None and store.claimed(task)
+    with first:
+        pass
+    assert not store.claimed(task)
+    again = store.claim(task)
+    assert again is not None
+    store.write(task, make_result(task))
+    again.release()
+    assert store.claim(task) is None, "finished"
+    assert not [path for path in (tmp_path / "claims").iterdir() if not path.name.startswith(".")]
+
+
+def hold(folder: str, number: int, pipe: Any) -> None:
+    claim = Store(folder).claim(make_task(number))
+    pipe.send(claim is not None)
+    time.sleep(60)
+
+
+def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=hold, args=(str(tmp_path), 1, theirs))
+    process.start()
+    assert ours.recv() is True
+    store, task = Store(tmp_path), make_task(1)
+    assert store.claimed(task) and store.claim(task) is None
+    os.kill(process.pid, signal.SIGKILL)  # not waited for: a zombie is dead too
+    until = time.monotonic() + 10
+    while (claim := store.claim(task)) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert claim is not None
+    claim.release()
+    process.join()
+
+
+def test_a_number_used_again_is_another_process(tmp_path: Path) -> None:
+    store, task = Store(tmp_path), make_task(1)
+    claim = store.claim(task)
+    assert claim is not None
+    held = json.loads(claim.path.read_text())
+    claim.path.write_text(json.dumps({**held, "started": held["started"] - 1}))
+    taken = store.claim(task)
+    assert taken is not None
+    taken.release()
+
+
+def test_another_machine_is_believed_while_it_beats(tmp_path: Path) -> None:
+    store, task = Store(tmp_path, beat=0.02, stale=0.4), make_task(1)
+    claim = store.claim(task)
+    assert claim is not None
+    held = json.loads(claim.path.read_text())
+    claim.path.write_text(json.dumps({**held, "host": "elsewhere"}))
+    time.sleep(0.6)
+    assert store.claim(task) is None, "its heart beats"
+    claim._ended.set()
+    claim._thread.join()
+    time.sleep(0.6)
+    taken = store.claim(task)
+    assert taken is not None and not store.path(task).exists()
+    claim.release()
+    assert store.claimed(task), "the old holder cannot give back what it lost"
+    taken.release()
+
+
+def test_a_sleeper_notices_that_it_lost(tmp_path: Path) -> None:
+    claim = claims.take(tmp_path / "claims" / "x", beat=0.02)
+    assert claim is not None
+    claim.check()
+    claim.path.write_text(json.dumps({"token": "another"}))
+    until = time.monotonic() + 10
+    while not claim.lost and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(claims.ClaimLost):
+        claim.check()
+    claim.release()
+    assert claim.path.exists()
+
+
+def test_a_half_written_claim_is_nobodys_after_a_while(tmp_path: Path) -> None:
+    store, task = Store(tmp_path, stale=0.3), make_task(1)
+    path = tmp_path / "claims" / task.key
+    path.parent.mkdir()
+    path.touch()
+    assert store.claim(task) is None
+    time.sleep(0.5)
+    claim = store.claim(task)
+    assert claim is not None
+    claim.release()
+
+
+# Many processes.
+
+
+def contend(folder: str, count: int) -> None:
+    store = Store(folder)
+    tasks = [make_task(number, seconds=0.01) for number in range(count)]
+    random.Random(os.getpid()).shuffle(tasks)
+    board = Board(tasks, store)
+    drain(board, tasks, lambda task: attend(task, store, lambda *_: None, quick), wait=True)
+
+
+@pytest.mark.parametrize("kills", [0, 25])
+def test_many_processes_on_one_store(tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes fight over the same tasks and some are killed at random: nothing is lost and nothing doubled."""
+    monkeypatch.setattr("linvit.comparison.engines.POLL", 0.02)
+    count = 150
+    tasks = [make_task(number, seconds=0.01) for number in range(count)]
+    workers = [fork.Process(target=contend, args=(str(tmp_path), count)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    chance, hits = random.Random(kills), 0
+    for _ in range(kills):
+        time.sleep(chance.uniform(0.0, 0.06))
+        victim = chance.randrange(len(workers))
+        workers[victim].kill()
+        workers[victim].join()
+        hits += workers[victim].exitcode == -signal.SIGKILL
+        workers[victim] = fork.Process(target=contend, args=(str(tmp_path), count))
+        workers[victim].start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    store = Store(tmp_path)
+    assert sorted(result["key"] for result in store.results("run")) == sorted(task.key for task in tasks)
+    assert not store.notes and not store.results("failure")
+    begun = Counter(key for what, key, *_ in log(tmp_path) if what == "begin")
+    assert set(begun) == {task.key for task in tasks}
+    assert hits >= kills // 2 and sum(begun.values()) <= count + hits, "only what was killed is done again"
+    assert not any(store.claimed(task) for task in tasks)
+    overlaps(log(tmp_path))
+
+
+def overlaps(lines: list[list[str]]) -> None:
+    """No two processes are at one task at the same time: who begins does so after the one before has ended or died."""
+    last: dict[str, str] = {}
+    for what, key, pid, _ in lines:
+        if what == "end":
+            assert last[key] == pid, "another began before this one ended"
+        else:
+            last[key] = pid
+
+
+def race(folder: str, number: int, barrier: Any, results: Any) -> None:
+    store, task = Store(folder), make_task(number)
+    barrier.wait()
+    results.put(store.write(task, make_result(task, writer=os.getpid())))
+
+
+def test_of_many_writers_one_wins(tmp_path: Path) -> None:
+    barrier, results = fork.Barrier(6), fork.Queue()
+    workers = [fork.Process(target=race, args=(str(tmp_path), 1, barrier, results)) for _ in range(6)]
+    for worker in workers:
+        worker.start()
+    assert sorted(results.get(timeout=20) for _ in workers) == [False] * 5 + [True]
+    for worker in workers:
+        worker.join()
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+# Travelling.
+
+
+def test_pack_and_merge(tmp_path: Path) -> None:
+    store, teacher, run, half = Store(tmp_path / "here"), make_task(1, "teacher"), make_task(2), make_task(3)
+    for task in (teacher, run):
+        store.write(task, make_result(task))
+    store.fail(half, "no luck")
+    store.ask(load("digits"))
+    for folder in (store.teacher_folder(teacher.key), store.teacher_folder(half.key), store.work_folder(half.key)):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"x" * 100)
+    store.pack(tmp_path / "out" / "store.tar")
+    store.pack(tmp_path / "whole.tar.gz", work=True)
+    light, whole = Store(tmp_path / "light"), Store(tmp_path / "whole")
+    added = light.merge(tmp_path / "out" / "store.tar")
+    assert added == {
+        **{"runs": 2, "speeds": 0, "failures": 1, "comparisons": 1, "repeats": 0},
+        **{"teachers": 1, "work": 0},
+    }
+    assert not light.notes and light.finished(run) and light.comparisons() == store.comparisons()
+    assert light.teacher_folder(teacher.key).exists() and not light.teacher_folder(half.key).exists()
+    assert whole.merge(tmp_path / "whole.tar.gz")["work"] == 1
+    assert (whole.work_folder(half.key) / "model.safetensors").read_bytes() == b"x" * 100
+    assert not any(whole.merge(tmp_path / "here").values()), "nothing is new"
+    assert not list((tmp_path / "light").glob(".merging*"))
+
+
+def test_work_under_way_here_is_not_touched(tmp_path: Path) -> None:
+    task = make_task(1)
+    here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
+    (there.work_folder(task.key)).mkdir(parents=True)
+    there.fail(make_task(9), "so that it is a store")
+    with here.claim(task) or pytest.fail("no claim"):
+        assert here.merge(tmp_path / "there")["work"] == 0
+    assert here.merge(tmp_path / "there", work=False)["work"] == 0
+    assert here.merge(tmp_path / "there")["work"] == 1
+
+
+def test_a_cut_archive_gives_what_it_has(tmp_path: Path) -> None:
+    store = Store(tmp_path / "here")
+    for number in range(30):
+        store.write(make_task(number), make_result(make_task(number)))
+    store.pack(tmp_path / "store.tar")
+    content = (tmp_path / "store.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(content[: len(content) // 2])
+    other = Store(tmp_path / "there")
+    added = other.merge(tmp_path / "cut.tar")
+    assert 5 < added["runs"] < 30 and "cannot be read to its end" in other.notes[0]
+    assert len(other.results("run")) == added["runs"]
+
+
+def test_what_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("hello")
+    store = Store(tmp_path / "here")
+    for path, message in (("nowhere", "no store at"), ("empty", "holds no store"), ("text", "holds no store")):
+        with pytest.raises(LinvitError, match=message):
+            store.merge(tmp_path / path)
+
+
+def test_an_archive_cannot_write_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("x")
+    with tarfile.open(tmp_path / "bad.tar", "w") as archive:
+        archive.add(tmp_path / "x", "../../escaped")
+    with pytest.raises(LinvitError):
+        Store(tmp_path / "a" / "b").merge(tmp_path / "bad.tar")
+    assert not list(tmp_path.rglob("escaped"))
+
+
+versions = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=8)
+
+
+def fill(folder: Path, made: list[tuple[int, int]]) -> Store:
+    """A store with results of some keys, each in some version; later versions of a key are merged in."""
+    store = Store(folder)
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    for i, (number, version) in enumerate(made):
+        task = make_task(number)
+        other = Store(folder.with_name(f"{folder.name}-{i}"))
+        other.write(task, make_result(task, time=f"2026-01-0{version + 1}", version=version))
+        store.merge(other.folder)
+    return store
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(a=versions, b=versions)
+def test_merging_loses_nothing_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, a: list[tuple[int, int]], b: list[tuple[int, int]]
+) -> None:
+    tmp = tmp_path_factory.mktemp("merge")
+    first, second = fill(tmp / "a", a), fill(tmp / "b", b)
+    one, two = Store(tmp / "one"), Store(tmp / "two")
+    for store, order in ((one, (first, second)), (two, (second, first))):
+        for other in order:
+            store.merge(other.folder)
+    assert contents(one.folder) == contents(two.folder)
+    before = contents(one.folder)
+    assert not any(one.merge(second.folder).values()) and not any(one.merge(two.folder).values())
+    assert contents(one.folder) == before
+    kept = [json.loads(content) for content in before.values()]
+    assert {(r["key"], r["version"]) for r in kept} == {(make_task(n).key, v) for n, v in {*a, *b}}
+    assert len(kept) == len({*a, *b}), "nothing doubled"
+    for result in one.results("run"):
+        assert result["version"] == min(v for n, v in {*a, *b} if make_task(n).key == result["key"])
+
+
+def test_a_disk_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert place(tmp_path / "a.json", b"{}") and (tmp_path / "a.json").read_bytes() == b"{}"
