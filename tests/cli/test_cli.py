@@ -30,6 +30,7 @@ VERBS = {
         *("model", "--data", "--teacher", "--split", "--per-class", "--output", "--batch", "--precision"),
         *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
+    "report": {"stores", "--output", "--md", "--csv", "--json"},
     "bench op": {
         *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--passes"),
         *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
@@ -37,6 +38,10 @@ VERBS = {
     "bench model": {
         *("name", "--to", "--keep", "--resolution", "--batch", "--passes", "--modes", "--dtype", "--device"),
         *("--budget", "--output", "--resume", "--from", "--json"),
+    },
+    "bench training": {
+        *("model", "--data", "--to", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader", "--workers"),
+        *("--device", "--output", "--json"),
     },
     "bench scaling": {"--mechanism", "--tokens", "--json"},
     "show masks": {"run", "--output", "--json"},

@@ -73,7 +73,7 @@ def test_fast_has_three_stages() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_say_where_they_come_from(name: str) -> None:
     text = RECIPES[name].__doc__ or ""
-    assert name in ("deit", "fast") or "nferred" in text
+    assert name in ("deit", "distil", "fast") or "nferred" in text
 
 
 def test_every_field_can_be_set() -> None:

@@ -24,7 +24,7 @@ def train(
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A timm model, or a folder linvit saved.")],
     data: Annotated[str, typer.Option(help="digits, an image folder, a .tar of one, or a set timm knows by name.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN_DIR", help="Where the run is kept.")],
-    recipe: Annotated[str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit or fast.")] = "fast",
+    recipe: Annotated[str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, distil or fast.")] = "fast",
     plan: Annotated[str, typer.Option(help="Convert first, by a plan, a mechanism or a plan's JSON file.")] = "",
     option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the plan.")] = None,
     drop: Annotated[str, typer.Option(help="What conversion may give up, with commas.")] = "",

@@ -1,0 +1,80 @@
+"""`linvit bench training`: images per second of a whole training, loader included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from linvit.cli.arguments import pairs
+from linvit.cli.bench import Device, Output, _default_path, _device, app
+from linvit.cli.output import Json, print_json, progress
+from linvit.cli.train import start
+
+
+@app.command("training")
+def training(
+    model: Annotated[str, typer.Argument(help="A timm model, such as vit_tiny_patch16_224.")],
+    data: Annotated[str, typer.Option(help="As for `linvit train`.")] = "digits",
+    to: Annotated[str, typer.Option(help="Plans or mechanisms to convert to, with commas, beside softmax.")] = "stella",
+    recipe: Annotated[str, typer.Option(help="Whose batches, augmentation and optimiser.")] = "deit",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each training.")] = 200,
+    model_arg: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named set lies.")] = None,
+    loader: Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")] = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")] = 4,
+    device: Device = "auto",
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Train a model with softmax and converted, one after the other, and count images per second, loader included.
+
+    \b
+    Example: linvit bench training vit_tiny_patch16_224 --model-arg img_size=128 --data photos.tar --to stella
+    """
+    import linvit
+    from linvit.conversion.plan import as_plan
+    from linvit.measurement import record
+    from linvit.tasks.classify import open_data
+    from linvit.tasks.classify.resident import Held
+    from linvit.tasks.classify.training_speed import training_speed
+    from linvit.training.config import override
+    from linvit.training.distillation import open_teacher
+    from linvit.training.recipes import recipe as named_recipe
+
+    place = _device(device)
+    config = override(named_recipe(recipe, model), set_ or [])
+    args = pairs(model_arg, "--model-arg")
+    train, _ = open_data(data, root=root)
+    names = ["softmax", *(name.strip() for name in to.split(",") if name.strip() not in ("", "softmax"))]
+    plans = {name: as_plan(name) for name in names}  # a wrong name is told before anything is trained
+    head = {"kind": "bench training", "version": 1, "model": model, "args": args, "data": data, "steps": steps}
+    head |= {"recipe": config.to_dict(), "images": len(train)}
+    path = output or _default_path(f"bench-training-{model}")
+    file = record.ResultFile(path, head, record.environment(place))
+    held = Held()
+    with progress(f"training {model}", len(plans)) as advance:
+        for name, plan in plans.items():
+            built = start(model, False, dict(args), train.class_count, config.seed)
+            teacher = None
+            if config.needs_teacher:
+                teacher = open_teacher(config.teacher) if config.teacher else start(model, False, dict(args), None, 0)
+            if name != "softmax":
+                linvit.convert(built, plan)
+            options: dict[str, Any] = {"teacher": teacher, "held": held, "loader": loader, "workers": workers}
+            row = training_speed(built, train, config, steps=steps, **options)
+            file.add({"attention": name, **row})
+            advance()
+    result = file.finish()
+    if as_json:
+        print_json(result)
+    else:
+        from linvit.cli.bench_output import print_training
+
+        print_training(result)
+    if any(row["status"] == "wrong" for row in result["rows"]):
+        raise typer.Exit(1)

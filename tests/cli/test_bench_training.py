@@ -1,0 +1,41 @@
+"""`linvit bench training`: a short training of each, a result file, and no speed for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Outcome
+
+SMALL = ["--model-arg=img_size=8", "--model-arg=patch_size=4", "--model-arg=depth=1", "--model-arg=embed_dim=24"]
+SET = ["--set=batch_size=64", "--set=precision=fp32", "--set=randaugment=none"]
+
+
+def test_softmax_and_converted_are_trained_and_timed(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    file = tmp_path / "speed.json"
+    found = linvit("bench", "training", "vit_tiny_patch16_224", *SMALL, *SET, "--steps", "100", "-o", str(file))
+    assert found.code == 0 and "softmax" in found.out and "stella" in found.out
+    result = json.loads(file.read_text())
+    assert result["complete"] and result["recipe"]["batch_size"] == 64 and result["environment"]["source"]
+    for row in result["rows"]:
+        assert row["status"] == "ok" and row["images_per_second"] > 0 and row["error"] < 1e-5
+        assert row["loss"]["last"] < row["loss"]["first"]
+    again = linvit("bench", "training", "vit_tiny_patch16_224", *SMALL, *SET, "-o", str(file))
+    assert again.code == 2 and "result files are not edited" in again.err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--steps", "20"], "too few for a speed"),
+        (["--set", "batch_size=4096"], "fewer than one batch"),
+        (["--to", "stela"], "did you mean stella"),
+    ],
+)
+def test_mistakes(linvit: Callable[..., Outcome], tmp_path: Path, options: list[str], message: str) -> None:
+    file = str(tmp_path / "speed.json")
+    found = linvit("bench", "training", "vit_tiny_patch16_224", *SMALL, *SET, *options, "-o", file)
+    assert found.code and message in found.err and len(found.err.strip().splitlines()) == 1
