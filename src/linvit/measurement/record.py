@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -108,7 +110,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 class ResultFile:
-    """A result file that grows row by row and is on disk after each, so that an interrupted run keeps what it has.
+    """A result file that grows row by row and is on disk soon after each: an interrupted run keeps what it has.
 
     `head` says what is measured. A run may only go on with a file that says the same, on the same hardware and source:
     rows of two different machines or programs do not belong in one table.
@@ -116,6 +118,7 @@ class ResultFile:
 
     def __init__(self, path: Path, head: dict[str, Any], environment: dict[str, Any], *, resume: bool = False) -> None:
         self.path = path
+        self.written = -math.inf
         self.data: dict[str, Any] = {**head, "environment": environment, "complete": False, "rows": []}
         if resume:
             self._take_over(read_result(path))
@@ -138,8 +141,11 @@ class ResultFile:
         return self.data["rows"]
 
     def add(self, row: dict[str, Any]) -> None:
+        json.dumps(row, allow_nan=False)  # what cannot be written is an error here, not later
         self.rows.append(row)
-        write_json(self.path, self.data)
+        if time.monotonic() - self.written > 1:  # a long file takes longer to write than a row to measure
+            write_json(self.path, self.data)
+            self.written = time.monotonic()
 
     def finish(self) -> dict[str, Any]:
         self.data["complete"] = True

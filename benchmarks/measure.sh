@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Measures what results/ holds for one GPU, the most important first: benchmarks/measure.sh FOLDER NAME
+# NAME, such as h200, ends the files' names. With `warm` as a third word the same is run all at once and nothing is
+# kept: compilers fill their caches, which takes most of the time otherwise.
+set -u
+out=$1 name=$2 warm=${3-}
+
+bench() { # result, then the command; a result that is there is left alone
+  local file=$out/$1-$name.json
+  shift
+  if [ "$warm" ]; then
+    python3 -m linvit bench "$@" --budget 0.0001 -o "$(mktemp -u).json" >/dev/null 2>&1 &
+  elif [ ! -e "$file" ]; then
+    python3 -m linvit bench "$@" -o "$file"
+    echo "$SECONDS s"
+  fi
+}
+
+deit=(model deit_small_patch16_224 --to stella)
+quadratic=(op -m relu_quadratic --batch 64 --heads 6 --head-dim 64 --tokens 784,1024,3136,12544)
+mobile=(op -m mobile --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136)
+
+if [ "$warm" ]; then
+  export TORCHINDUCTOR_COMPILE_THREADS=4
+  for size in "224 64" "896 16" "1792 4"; do
+    read -r pixels batch <<<"$size"
+    bench model "${deit[@]}" --resolution "$pixels" --batch "$batch" --modes compiled --passes training
+  done
+  bench model "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled --passes inference
+  bench op op -m stella --preset deit --compared compiled
+  for dim in 16 32 64; do
+    bench op op -m stella --batch 1,8,64 --heads 3,6,12 --head-dim $dim --tokens 196,256,784,1024,4096,12544 --compared ours
+  done
+  bench op "${quadratic[@]}" --compared ours
+  bench op "${mobile[@]}" --compared ours
+  wait
+  exit
+fi
+
+bench model-deit_small-stella "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled --budget 0.3
+bench op-stella-grid op -m stella --preset grid --compared ours,sdpa --budget 0.02
+bench op-stella op -m stella --preset deit --budget 0.04
+bench op-stella-host op -m stella --batch 1 --heads 3 --head-dim 16,64 --tokens 196 --compared ours,sdpa --budget 0.8
+bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budget 0.04
+bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
+bench model-deit_small-stella-eager "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes eager --budget 0.2
