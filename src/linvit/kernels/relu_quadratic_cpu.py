@@ -108,13 +108,13 @@ def backward(
         targets = [Target(d, b, queries) for d in (dq, dk, dv)]
         d_queries, d_keys, d_values = (target.tensor for target in targets)
         if one_tile(queries, keys):
-            buffers = (queries.new_empty(len(queries), queries.shape[1], keys.shape[1]) for _ in range(2))
-            add_gradients(queries, keys, values, g, d_queries, d_keys, d_values, *buffers, 0, 0, alpha)
+            weight, d_weight = queries.new_empty(2, len(queries), queries.shape[1], keys.shape[1])
+            add_gradients(queries, keys, values, g, d_queries, d_keys, d_values, weight, d_weight, 0, 0, alpha)
         else:
-            for h, m, n, buffers in tiles(queries, keys, 2):
+            for h, m, n, (weight, d_weight) in tiles(queries, keys, 2):
                 inputs = (queries[h, m], keys[h, n], values[h, n], g[h, m])
                 outputs = (d_queries[h, m], d_keys[h, n], d_values[h, n])
-                add_gradients(*inputs, *outputs, *buffers, int(n.start > 0), int(m.start > 0), alpha)
+                add_gradients(*inputs, *outputs, weight, d_weight, int(n.start > 0), int(m.start > 0), alpha)
         for target in targets:
             target.finish()
 
