@@ -8,6 +8,7 @@ weights and the images. What does not fit into memory, takes too long or gives n
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -220,8 +221,11 @@ def clean(point: Point) -> None:
 
 
 def tokens_of(model: nn.Module, size: int) -> int | None:
-    """The patches an image is cut into; None where a model has another way to begin."""
-    patch: Any = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    """The patches an image of the size it was built for is cut into; None where a model begins in another way."""
+    embed: Any = getattr(model, "patch_embed", None)
+    if getattr(embed, "grid_size", None) is not None:
+        return math.prod(embed.grid_size)
+    patch: Any = getattr(embed, "patch_size", None)
     if patch is None:
         return None
     return (-(-size // (patch if isinstance(patch, int) else patch[0]))) ** 2

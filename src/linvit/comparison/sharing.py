@@ -146,6 +146,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     for (name, new), (place, old) in zip(tensors(source), tensors(target), strict=True):
         assert name == place and new.shape == old.shape
         old.copy_(new)
+    target.zero_grad(set_to_none=True)
     target.train()  # models that remember something of an evaluation forget it here
 
 

@@ -1,0 +1,28 @@
+"""Small real comparisons: a pyramid of 16 tokens that learns the digits for a few steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from linvit.comparison.grid import Task, expand
+from linvit.comparison.spec import Comparison
+
+PLAIN = (
+    "warmup_epochs=0", "lr=3e-3", "lr_batch=none", "batch_size=256", "precision=fp32", "ema=none", "drop_path=0",
+    "mixup=0", "cutmix=0", "erasing=0", "randaugment=none", "colour_jitter=0", "flip=0", "crop_scale=0.6,1",
+)  # fmt: skip
+FAIR: dict[str, Any] = {"model": "fair", "width": 16, "depths": [1, 1], "heads": [1, 2]}
+
+
+def tasks(*candidates: str, settings: tuple[str, ...] = (), plain: bool = True, **changes: Any) -> list[Task]:
+    """The tasks of a comparison; without a ladder of sizes there are no speeds among them."""
+    given = {
+        "candidates": list(candidates),
+        "settings": [*(PLAIN if plain else ()), "epochs=2", *settings],
+        "patch_sizes": [8],
+        "sizes": [32],
+        "architecture": FAIR,
+        "measure": {"sizes": []},
+        **changes,
+    }
+    return expand(Comparison.from_dict(given))
