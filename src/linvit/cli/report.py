@@ -1,0 +1,97 @@
+"""`linvit report`: what a comparison found, as one page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from linvit.cli.output import Json, print_json
+from linvit.errors import LinvitError
+
+if TYPE_CHECKING:
+    from linvit.comparison.report import Contents
+
+DEFAULT = Path("report.html")
+
+
+def report(
+    stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="Folders that `linvit compare -o` wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The page; report.html unless another form is asked for."),
+    ] = None,
+    md: Annotated[str, typer.Option("--md", metavar="FILE", help="Write Markdown; - prints it.")] = "",
+    csv: Annotated[
+        str, typer.Option("--csv", metavar="FILE", help="Write a line for each run and timing; - prints them.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Write the report of a comparison: one page that works offline, Markdown, or CSV.
+
+    Several stores make one report; the same run in two of them counts once.
+
+    \b
+    Example: linvit report runs/digits -o report.html --md results.md
+    """
+    from linvit.comparison.report import gather, markdown, render, spreadsheet
+
+    if [md, csv].count("-") + as_json > 1:
+        raise LinvitError("only one of --md -, --csv - and --json can go to the terminal: give files for the others")
+    if output is None and not (md or csv or as_json):
+        output = DEFAULT
+    targets = [path for path in (output, *(Path(name) for name in (md, csv) if name not in ("", "-"))) if path]
+    for path in targets:
+        if not path.parent.is_dir():
+            raise LinvitError(f"no folder {path.parent} to put {path.name} in; make it first")
+    contents = gather(stores)
+    if output is not None:
+        write(output, render(contents))
+    for name, make in ((md, markdown), (csv, spreadsheet)):
+        if name == "-":
+            sys.stdout.write(make(contents))
+        elif name:
+            write(Path(name), make(contents))
+    if as_json:
+        print_json({**summary(contents), "files": [str(path) for path in targets]})
+    elif "-" not in (md, csv):
+        print(*contents.answer.sentences, sep="\n")
+        print(*(f"Report: {path}" for path in targets), sep="\n")
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def summary(contents: Contents) -> dict[str, Any]:
+    """The rows and the answer, for machines."""
+    return {
+        "answer": list(contents.answer.sentences),
+        "settings": [
+            {
+                "title": setting.title,
+                "mode": setting.mode,
+                "rows": [
+                    {
+                        "candidate": row.first.candidate,
+                        "teacher": row.is_teacher,
+                        "patch": row.first.patch,
+                        "size": row.first.size,
+                        "tokens": row.tokens,
+                        "seeds": row.seeds,
+                        "top1": row.top1.mean,
+                        "interval": row.interval,
+                        "difference": row.delta and row.delta.mean,
+                        "difference_interval": row.delta and row.delta.interval,
+                        "against": row.against if row.delta else None,
+                    }
+                    for row in setting.rows
+                ],
+            }
+            for setting in contents.settings
+        ],
+        "failures": [{"key": f["key"], "label": f["label"], "error": f["error"]} for f in contents.results.failures],
+        "notes": contents.results.notes,
+    }

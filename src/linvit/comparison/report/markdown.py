@@ -1,0 +1,158 @@
+"""The report as Markdown, for a page of documentation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from linvit.comparison.report.answer import clocks, main_rows
+from linvit.comparison.report.caveats import caveats, hardware, inferred, method
+from linvit.comparison.report.contents import Contents
+from linvit.comparison.report.published import Claim, Ranking, claims, rankings
+from linvit.comparison.report.reading import Timing
+from linvit.comparison.report.rows import Row, Setting, Speed
+from linvit.comparison.report.wording import count, interval, listing, megabytes, minus, multiple, short, three
+from linvit.comparison.statistics import pareto_front
+
+WORDS = ("", "task", "error", "paper", "theirs", "against")  # columns of words, not of numbers
+
+
+def markdown(contents: Contents) -> str:
+    """The whole report as text."""
+    blocks = [" ".join(map(plain, contents.answer.sentences))]
+    for setting in contents.settings:
+        blocks.append(f"## {plain(setting.title)}")
+        for rows in places(setting):
+            blocks += place(setting, rows)
+        blocks += [ranking(found) for found in rankings(setting)]
+        claimed = claims(main_rows(setting))
+        blocks += [claims_table(claimed)] if claimed else []
+    blocks += ["## How it was measured", bullets(method(contents.settings))]
+    blocks += ["Caveats:", bullets(caveats(contents.results, contents.settings))]
+    ours = inferred({run.mechanism for run in contents.results.runs})
+    blocks += ["Inferred, where a paper is silent:", bullets(f"{name}: {text}" for name, text in ours)] if ours else []
+    made = ((name, ", ".join(values)) for name, values in hardware(contents.results).items())
+    blocks.append(table(["made with", ""], made))
+    if contents.results.failures:
+        failed = ((str(f["label"].get("candidate")), str(f["key"]), f["error"]) for f in contents.results.failures)
+        blocks += ["## What failed", table(["candidate", "task", "error"], failed)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def places(setting: Setting) -> list[list[Row]]:
+    """The rows that are compared with each other, the finest patches first, the most accurate first."""
+    found: dict[tuple[int, int], list[Row]] = {}
+    for row in setting.rows:
+        found.setdefault((row.first.patch, row.first.size), []).append(row)
+    return [sorted(found[key], key=lambda row: -row.top1.mean) for key in sorted(found)]
+
+
+def place(setting: Setting, rows: Sequence[Row]) -> list[str]:
+    first = rows[0].first
+    patch = f"Patches of {first.patch}, " if first.patch else ""
+    blocks = [f"### {patch}{first.size} pixels, {count(rows[0].tokens)} tokens", results(setting, rows), front(rows)]
+    for clock in clocks(rows):
+        batch = f"batches of {clock.ladder[0].batch}" if clock.many else "one image at a time"
+        blocks += [f"Times softmax's speed on {plain(clock.chip)}, {batch}:", speeds(rows, clock)]
+    return blocks
+
+
+def results(setting: Setting, rows: Sequence[Row]) -> str:
+    distil = setting.mode == "distil"
+    heads = ["candidate", "top-1, %", "Δ softmax, points", *(["zero-shot, %", "agrees, %", "KL"] if distil else [])]
+    heads += ["seeds", "parameters", "MACs", "latency, ms", "images/s", "memory"]
+    lines = []
+    for row in rows:
+        ends, delta = row.interval, row.delta
+        spread = f" ± {(ends[1] - ends[0]) / 2:.2f}" if ends else ""
+        cells = [row.name, f"{row.top1.mean:.2f}{spread}"]
+        cells.append(f"{minus(f'{delta.mean:+.2f}')} {interval(delta.interval)}".strip() if delta else "–")
+        if distil:
+            cells += [three(row.mean("conversion", name)) for name in ("zero_shot", "agreement", "kl")]
+        one, many = at_own_size(row, many=False), at_own_size(row, many=True)
+        cells += [str(len(row.runs)), *(short(row.first.number("model", name)) for name in ("parameters", "macs"))]
+        cells.append(three(one.median if one else None))
+        cells += [count(many.images_per_second), megabytes(many.peak_bytes)] if many else ["–", "–"]
+        lines.append(cells)
+    return table(heads, lines)
+
+
+def front(rows: Sequence[Row]) -> str:
+    """Which candidates nobody beats in accuracy and throughput both."""
+    timings = [(row, at_own_size(row, many=True)) for row in rows]
+    timed = [(row, 1 / t.images_per_second) for row, t in timings if t is not None and t.images_per_second]
+    if len(timed) < 2:
+        return ""
+    best = pareto_front([cost for _, cost in timed], [row.top1.mean for row, _ in timed])
+    return f"Nothing here is both faster and more accurate than {plain(listing([timed[i][0].name for i in best]))}."
+
+
+def at_own_size(row: Row, *, many: bool) -> Timing | None:
+    """Its inference on the first chip, at the size it was trained at or the least there is."""
+    found = [s for s in row.speeds if s.what == "inference" and s.many == many]
+    ladder = min(found, key=lambda s: (s.device == "cpu", s.hardware)).ladder if found else ()
+    return next((t for t in ladder if t.size == row.first.size), ladder[0] if ladder else None)
+
+
+def speeds(rows: Sequence[Row], clock: Speed) -> str:
+    tokens = sorted({t.tokens for row in rows for s in row.speeds if s.same_clock(clock) for t in s.ladder})
+    lines = []
+    for row in rows:
+        found = next((s for s in row.speeds if s.same_clock(clock)), None)
+        if found is None or row.is_teacher:
+            continue
+        at = {t.tokens: t for t in found.ladder}
+        cells = [told(at.get(n)) for n in tokens]
+        fit = found.time
+        ends = minus(f" [{fit.interval[0]:.2f}, {fit.interval[1]:.2f}]") if fit and fit.interval else ""
+        lines.append([row.name, *cells, f"{minus(f'{fit.exponent:.2f}')}{ends}" if fit else "–"])
+    return table(["candidate", *(f"{count(n)} tokens" for n in tokens), "exponent of time"], lines)
+
+
+def told(timing: Timing | None) -> str:
+    if timing is None:
+        return "–"
+    if timing.median is None:
+        return timing.note or "–"
+    return multiple(timing.ratio) if timing.ratio is not None else f"{three(timing.median)} ms"
+
+
+def ranking(found: Ranking) -> str:
+    title = f"The Fair Comparison's order ({found.section.lower()}, theirs) beside ours (patches of {found.patch})"
+    if found.ranks:
+        title += f": Kendall's τ = {minus(f'{found.ranks.tau:.2f}')}, p = {found.ranks.p_value:.2g}"
+    lines = (
+        [p.row.name, p.label, p.theirs.accuracy, str(p.their_rank), f"{p.row.top1.mean:.2f}", str(p.our_rank)]
+        for p in sorted(found.places, key=lambda place: place.their_rank)
+    )
+    return f"{title}.\n\n{table(['candidate', 'theirs', 'their top-1', 'rank', 'our top-1', 'rank'], lines)}"
+
+
+def claims_table(claimed: Sequence[Claim]) -> str:
+    lines = [
+        [
+            claim.ours.name if claim.ours else claim.mechanism,
+            f"{claim.paper}, {claim.model}",
+            minus(f"{claim.theirs:+.2g}"),
+            claim.against,
+            f"{minus(f'{claim.difference:+.2f}')} {interval(claim.interval)}" if claim.difference is not None else "–",
+        ]
+        for claim in claimed
+    ]
+    return table(["candidate", "paper", "their change in top-1", "against", "ours"], lines)
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rule = "|".join("---" if i == 0 or head in WORDS else "---:" for i, head in enumerate(heads))
+    body = [f"| {' | '.join(map(plain, line))} |" for line in lines]
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{rule}|", *body])
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {plain(line)}" for line in lines)
+
+
+def plain(text: str) -> str:
+    """Text from a file that Markdown, and the HTML in it, reads as text."""
+    text = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\|*`\[\]])", r"\\\1", text)

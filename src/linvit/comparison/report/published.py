@@ -1,0 +1,133 @@
+"""The papers' own numbers beside ours, where both speak of the same thing.
+
+Two things are comparable between a paper's ImageNet and our data: how a mechanism changes the accuracy of the model it
+replaces softmax in (a difference, not a level), and in which order the mechanisms of the Fair Comparison come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from linvit.comparison.report.rows import Row, Setting
+from linvit.comparison.statistics import Ranks, kendall
+from linvit.measurement.published import TABLES
+from linvit.measurement.published.castling import BY_MOBILE  # another paper's number: not Castling's own claim
+from linvit.measurement.published.row import Row as Printed
+
+# The mechanism, and whether with LPI, that a row of the Fair Comparison speaks of.
+FAIR = {
+    "SA": ("softmax", False),
+    "LA": ("linformer", False),
+    "EA": ("efficient", False),
+    "PA": ("performer", False),
+    "AA": ("fastformer", False),
+    "XCA": ("xca", False),
+    "Swin": ("window", False),
+    "LPI": ("xca", True),
+}
+MIXA_NOTE = "22 % faster on an Apple M1; the loss is printed as ~0.1 %."
+MIXA = ("MixA", "mixa", "DeiT-T, abstract", "softmax", -0.1, MIXA_NOTE)
+FAMILIES = {"mobile": "Mobi-", "castling": "Castling-"}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A paper's difference in top-1 on ImageNet, and ours to the same baseline on our data."""
+
+    paper: str
+    mechanism: str
+    model: str
+    against: str
+    theirs: float
+    ours: Row | None
+    difference: float | None  # ours, in points
+    interval: tuple[float, float] | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A mechanism in the Fair Comparison's table and in ours."""
+
+    label: str
+    theirs: Printed
+    row: Row
+    their_rank: int
+    our_rank: int
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The Fair Comparison's order at one patch size beside ours."""
+
+    section: str
+    patch: int  # ours
+    places: tuple[Place, ...]
+    ranks: Ranks | None
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """What the papers say a mechanism changes, for those that are among the rows."""
+    found = [claim(*MIXA, rows)] if any(row.first.mechanism == "mixa" for row in rows) else []
+    for table, prefix in FAMILIES.items():
+        printed = TABLES[table].sections[0].rows
+        for base, row in pairwise(printed):
+            if row.label.startswith(prefix) and number(base) and number(row) and row.note != BY_MOBILE:
+                change = round((number(row) or 0) - (number(base) or 0), 2)
+                found.append(claim(TABLES[table].title, table, base.label, "softmax", change, row.note, rows))
+    printed = TABLES["qtvit"].sections[0].rows
+    for row, base in zip(printed[:6], printed[6:12], strict=True):
+        change = round((number(row) or 0) - (number(base) or 0), 2)
+        found.append(claim(TABLES["qtvit"].title, "qt", base.label, "relu_linear", change, row.note, rows))
+    return [made for made in found if made.ours is not None]
+
+
+def claim(paper: str, mechanism: str, model: str, against: str, theirs: float, note: str, rows: Sequence[Row]) -> Claim:
+    ours = next((row for row in rows if row.first.mechanism == mechanism), None)
+    base = next((row for row in rows if row.first.candidate == against), None)
+    if ours is None or base is None:
+        return Claim(paper, mechanism, model, against, theirs, None, None, None, note)
+    if ours.baseline is base and ours.delta is not None:
+        return Claim(paper, mechanism, model, against, theirs, ours, ours.delta.mean, ours.delta.interval, note)
+    return Claim(paper, mechanism, model, against, theirs, ours, ours.top1.mean - base.top1.mean, None, note)
+
+
+def rankings(setting: Setting) -> list[Ranking]:
+    """The Fair Comparison's tables beside our rows of each place; its finer patches beside our finest."""
+    places: dict[tuple[str, int, int, str], list[Row]] = {}
+    for row in setting.rows:
+        if not row.is_teacher:
+            places.setdefault(row.place, []).append(row)
+    ordered = sorted(places.values(), key=lambda rows: (rows[0].first.patch, -rows[0].first.size))
+    made = []
+    for index, rows in enumerate(ordered):
+        section = TABLES["fair"].sections[min(index, 1)]
+        pairs = [(printed, found) for printed in section.rows if (found := same(printed, rows)) is not None]
+        if len(pairs) < 3:
+            continue
+        theirs, ours = [number(printed) or 0.0 for printed, _ in pairs], [row.top1.mean for _, row in pairs]
+        both = tuple(
+            Place(printed.label, printed, row, rank(theirs, i), rank(ours, i)) for i, (printed, row) in enumerate(pairs)
+        )
+        made.append(Ranking(section.title, rows[0].first.patch, both, kendall(theirs, ours)))
+    return made
+
+
+def same(printed: Printed, rows: Sequence[Row]) -> Row | None:
+    """Our row of the mechanism that a row of the Fair Comparison speaks of; its own variant before another."""
+    wanted = FAIR[printed.label.rpartition("-")[0]]
+    fitting = [row for row in rows if (row.first.mechanism, "lpi=true" in row.first.candidate) == wanted]
+    return max(fitting, key=lambda row: "variant=fair" in row.first.candidate, default=None)
+
+
+def rank(values: Sequence[float], index: int) -> int:
+    return 1 + sum(value > values[index] for value in values)
+
+
+def number(printed: Printed) -> float | None:
+    try:
+        return float(printed.accuracy)
+    except ValueError:
+        return None

@@ -1,0 +1,61 @@
+"""Numbers as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def minus(text: str) -> str:
+    return text.replace("-", "−")
+
+
+def count(number: float | None) -> str:
+    return "–" if number is None else f"{number:,.0f}"
+
+
+def accuracy(percent: float | None, digits: int = 1) -> str:
+    return "–" if percent is None else f"{percent:.{digits}f} %"
+
+
+def points(number: float, *, sign: bool = False) -> str:
+    """`1 point`, `−0.4 points`."""
+    text = minus(f"{number:+.1f}") if sign else f"{number:g}"
+    return f"{text} {'point' if number == 1 and not sign else 'points'}"
+
+
+def interval(ends: tuple[float, float] | None, digits: int = 1) -> str:
+    return "" if ends is None else minus(f"[{ends[0]:+.{digits}f}, {ends[1]:+.{digits}f}]")
+
+
+def multiple(ratio: float) -> str:
+    return f"{ratio:.1f}×" if ratio < 9.95 else f"{ratio:.0f}×"
+
+
+def short(number: float | None) -> str:
+    """Three digits and a letter for thousands, millions, billions."""
+    if number is None:
+        return "–"
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= unit:
+            return f"{three(number / unit)} {letter}"
+    return three(number)
+
+
+def three(number: float | None) -> str:
+    """Three significant digits without an exponent where one can do without."""
+    if number is None:
+        return "–"
+    if number and not 1e-3 <= abs(number) < 1e5:
+        return minus(f"{number:.1e}")
+    size = abs(number)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    return minus(f"{number:,.{digits}f}")
+
+
+def megabytes(number: float | None) -> str:
+    return "–" if number is None else f"{three(number / 2**20)} MiB"
+
+
+def listing(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""

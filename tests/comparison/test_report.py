@@ -1,0 +1,302 @@
+"""What a report says, from stores with known contents."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from linvit.comparison.report import Contents, gather, markdown, render, spreadsheet
+from linvit.comparison.report.answer import TOLERANCES, main_rows
+from linvit.comparison.report.caveats import caveats, inferred
+from linvit.comparison.report.payload import HUES, MARKERS, payload, styles, thinned
+from linvit.comparison.report.published import FAIR, claims, rankings
+from linvit.comparison.report.rows import Row
+from linvit.errors import LinvitError
+from linvit.measurement.published import TABLES
+from linvit.tasks.classify.pairing import paired_difference
+from tests.comparison.synthetic import MECHANISMS, write_store
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Contents:
+    return gather([write_store(tmp_path_factory.mktemp("a"))])
+
+
+@pytest.fixture(scope="module")
+def distil(tmp_path_factory: pytest.TempPathFactory) -> Contents:
+    without = [name for name in MECHANISMS if name != "softmax"]
+    return gather([write_store(tmp_path_factory.mktemp("b"), mode="distil", mechanisms=without)])
+
+
+def row_of(contents: Contents, name: str, patch: int = 4) -> Row:
+    found = [row for row in contents.settings[0].rows if row.name == name and row.first.patch == patch]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_seeds_make_one_row(scratch: Contents) -> None:
+    assert len(scratch.settings) == 1
+    assert len(scratch.settings[0].rows) == 2 * len(MECHANISMS)
+    row = row_of(scratch, "stella")
+    assert row.seeds == [0, 1, 2]
+    assert row.top1.mean == pytest.approx(np.mean([run.top1 for run in row.runs]))
+    assert row_of(scratch, "stella", 8).seeds == [0]
+
+
+def test_difference_pairs_seeds_and_images(scratch: Contents) -> None:
+    row, softmax = row_of(scratch, "hydra"), row_of(scratch, "softmax")
+    expected = paired_difference([run.right for run in row.runs], [run.right for run in softmax.runs])
+    assert row.delta is not None and row.against == "softmax"
+    assert row.delta.interval == expected.interval and row.delta.seeds_interval == expected.seeds_interval
+    assert row.delta.clear and row.delta.mean < -3
+    assert softmax.delta is None
+    single = row_of(scratch, "hydra", 8)
+    assert single.delta is not None and single.delta.seeds == 1 and single.baseline is row_of(scratch, "softmax", 8)
+
+
+def test_without_softmax_the_teacher_is_the_baseline(distil: Contents) -> None:
+    row, teacher = row_of(distil, "stella"), row_of(distil, "softmax (teacher)")
+    assert row.against == "the teacher" and row.baseline is teacher and teacher.is_teacher
+    expected = paired_difference([run.right for run in row.runs], [teacher.first.right] * 3)
+    assert row.delta is not None and row.delta.interval == expected.interval
+    assert "against the teacher's" in distil.answer.sentences[1]
+
+
+def test_a_teacher_from_elsewhere_has_its_accuracy_only(tmp_path: Path) -> None:
+    store = write_store(tmp_path, mode="distil", mechanisms=["stella", "qt"], patches=[4])
+    for path in store.glob("runs/*.json"):
+        data = json.loads(path.read_text())
+        if data["kind"] == "teacher":
+            path.unlink()
+        else:
+            data["identity"]["teacher"] = {"name": "deit", "digest": "0123456789abcdef"}
+            path.write_text(json.dumps(data))
+    contents = gather([store])
+    row = row_of(contents, "stella")
+    assert row.delta is not None and row.delta.images == 0
+    assert row.delta.mean == pytest.approx(row.top1.mean - 89.0)
+
+
+def test_speeds_join_by_candidate(scratch: Contents) -> None:
+    row = row_of(scratch, "stella")
+    ways = {(speed.device, speed.what, speed.many) for speed in row.speeds}
+    assert ways == {
+        (d, w, m) for d in ("cpu", "cuda") for w, m in (("inference", False), ("inference", True), ("training", True))
+    }
+    many = next(s for s in row.speeds if s.device == "cuda" and s.what == "inference" and s.many)
+    assert [t.tokens for t in many.ladder] == [256, 1024, 4096, 16384]
+    softmax = next(s for s in row_of(scratch, "softmax").speeds if s.same_clock(many))
+    assert many.memory is not None and softmax.memory is not None
+    assert many.memory.exponent == pytest.approx(1, abs=0.05) and softmax.memory.exponent > 1.3
+
+
+def test_speeds_join_by_structure_where_the_key_does_not(tmp_path: Path) -> None:
+    store = write_store(tmp_path, mechanisms=["softmax", "qt"], patches=[4])
+    for path in store.glob("speeds/*.json"):
+        data = json.loads(path.read_text()) | {"candidate_key": "0" * 16}
+        path.write_text(json.dumps(data))
+    assert len(row_of(gather([store]), "qt").speeds) == 6
+
+
+def test_the_answer_names_mechanisms_tokens_and_doubt(scratch: Contents) -> None:
+    first, second = scratch.answer.sentences
+    assert "NVIDIA H200" in first and "batches of 64" in first and "at most 1 point" in first
+    assert "stella from 1,024 to 16,384 tokens" in first and "beyond 4,096 softmax does not run" in first
+    row, softmax = row_of(scratch, "stella"), row_of(scratch, "softmax")
+    assert f"{row.top1.mean:.1f} %" in second and f"{softmax.top1.mean:.1f} %" in second
+    assert row.delta is not None and not row.delta.clear
+    assert "3 paired seeds do not tell from zero" in second
+    rows = [row.delta for row in main_rows(scratch.settings[0]) if row.delta]
+    worse = sum(delta.clear and delta.mean < 0 for delta in rows)
+    assert f"{worse} are clearly worse" in second
+
+
+def test_picks_keep_their_promise(scratch: Contents) -> None:
+    assert {ladder.tolerance for ladder in scratch.answer.ladders} == set(TOLERANCES)
+    for ladder in scratch.answer.ladders:
+        for pick in ladder.picks:
+            assert pick.row is not None
+            assert pick.name == "softmax" or (pick.row.delta and pick.row.delta.mean >= -ladder.tolerance)
+            assert pick.ratio is None or pick.ratio >= 1
+    generous = [ladder for ladder in scratch.answer.ladders if ladder.tolerance == 5.0]
+    assert any(pick.name == "hydra" for ladder in generous for pick in ladder.picks)
+
+
+def test_softmax_stays_where_nothing_is_faster(tmp_path: Path) -> None:
+    contents = gather([write_store(tmp_path, mechanisms=["softmax", "performer", "hydra"], patches=[4])])
+    assert "keep softmax" in contents.answer.sentences[0]
+    assert "2 are clearly worse" in contents.answer.sentences[1]
+
+
+@pytest.mark.parametrize(
+    "wanted, said",
+    [
+        ({"mechanisms": ["stella", "qt"]}, "Softmax was not trained here"),
+        ({"mechanisms": ["softmax"]}, "nothing to compare it with"),
+        ({"devices": ()}, "No speeds were measured"),
+        ({"seeds": [0]}, "a single seed"),
+        ({"sizes": [64]}, "at 256 tokens"),
+    ],
+)
+def test_incomplete_stores_are_said_to_be_so(tmp_path: Path, wanted: dict, said: str) -> None:
+    contents = gather([write_store(tmp_path, patches=[4], **wanted)])
+    assert said in " ".join(contents.answer.sentences)
+    assert render(contents) and markdown(contents) and spreadsheet(contents)
+
+
+def test_only_speeds_or_only_failures_make_a_report(tmp_path: Path) -> None:
+    store = write_store(tmp_path, mechanisms=["softmax", "qt"], patches=[4])
+    shutil.rmtree(store / "runs")
+    assert "No run has finished" in render(gather([store]))
+    shutil.rmtree(store / "speeds")
+    assert "CUDA out of memory" in markdown(gather([store]))
+
+
+def test_damaged_files_are_left_out_and_named(tmp_path: Path) -> None:
+    store = write_store(tmp_path, mechanisms=["softmax", "qt"], patches=[4])
+    paths = sorted(store.glob("runs/*.json"))
+    paths[0].write_text(paths[0].read_text()[:500])
+    (store / "runs" / "notes.json").write_text("[1, 2]")
+    data = json.loads(paths[1].read_text())
+    paths[1].write_text(json.dumps(data | {"version": 99}))
+    data = json.loads(paths[2].read_text())
+    data["accuracy"]["correct"] = "AAAA"
+    paths[2].write_text(json.dumps(data))
+    contents = gather([store])
+    assert len(contents.results.runs) == 4
+    said = " ".join(caveats(contents.results, contents.settings))
+    assert paths[0].name in said and "notes.json" in said and "version 99" in said
+    assert f"Run {paths[2].stem}: the images' results do not fit" in said
+    assert str(tmp_path) not in said
+
+
+def test_the_same_run_in_two_stores_counts_once(tmp_path: Path) -> None:
+    first = write_store(tmp_path / "a", mechanisms=["softmax", "qt"], patches=[4])
+    second = write_store(tmp_path / "b", mechanisms=["softmax", "qt", "stella"], patches=[4])
+    contents = gather([first, second])
+    assert len(contents.results.runs) == 9 and len(contents.settings) == 1
+    assert contents.results.failures and len(contents.results.failures) == 1
+
+
+def test_failures_that_were_made_good_are_gone(tmp_path: Path) -> None:
+    store = write_store(tmp_path, mechanisms=["softmax"], patches=[4])
+    key = json.loads(next(store.glob("runs/*.json")).read_text())["key"]
+    failure = json.loads(next(store.glob("failures/*.json")).read_text())
+    (store / "failures" / f"{key}-1.json").write_text(json.dumps(failure | {"key": key}))
+    again = failure | {"attempt": 2, "error": "again"}
+    (store / "failures" / f"{failure['key']}-2.json").write_text(json.dumps(again))
+    assert [f["error"] for f in gather([store]).results.failures] == ["again"]
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(LinvitError, match="no result file"):
+        gather([tmp_path])
+    with pytest.raises(LinvitError, match="no store"):
+        gather([tmp_path / "missing"])
+
+
+def test_settings_are_told_apart(tmp_path: Path) -> None:
+    first = write_store(tmp_path / "a", mechanisms=["softmax", "qt"], epochs=5)
+    second = write_store(tmp_path / "b", mechanisms=["softmax"], epochs=6)
+    contents = gather([first, second])
+    assert [len(setting.rows) for setting in contents.settings] == [4, 2]
+    assert "5 epochs" in contents.settings[0].title and "6 epochs" in contents.settings[1].title
+
+
+def test_the_fair_comparisons_order_is_beside_ours(scratch: Contents) -> None:
+    fine, coarse = rankings(scratch.settings[0])
+    assert (fine.section, fine.patch, coarse.patch) == ("Patches of 4 pixels", 4, 8)
+    assert len(fine.places) == 8 and fine.ranks is not None and fine.ranks.tau > 0.5
+    first = next(place for place in fine.places if place.label == "SA-4")
+    assert (first.theirs.accuracy, first.their_rank, first.row.name) == ("81.80", 1, "softmax")
+    assert next(p for p in fine.places if p.label == "LPI-4").row.name == "xca:variant=fair,lpi=true"
+    printed = [row.label.rpartition("-")[0] for section in TABLES["fair"].sections[:2] for row in section.rows]
+    assert set(printed) == set(FAIR)
+
+
+def test_the_papers_claims_are_beside_ours(scratch: Contents) -> None:
+    found = claims(main_rows(scratch.settings[0]))
+    assert {claim.paper for claim in found} == {"MixA", "Mobile-Attention", "Castling-ViT"}
+    mobile = next(claim for claim in found if claim.model == "DeiT-T" and claim.paper == "Mobile-Attention")
+    delta = row_of(scratch, "mobile").delta
+    assert mobile.theirs == pytest.approx(1.1) and delta is not None and mobile.difference == delta.mean
+
+
+def test_qt_is_compared_with_relu_linear(tmp_path: Path) -> None:
+    contents = gather([write_store(tmp_path, mechanisms=["softmax", "qt", "relu_linear"], patches=[4])])
+    found = [claim for claim in claims(main_rows(contents.settings[0])) if claim.paper == "QT-ViT"]
+    assert len(found) == 6 and found[0].theirs == pytest.approx(0.21)
+    ours = row_of(contents, "qt").top1.mean - row_of(contents, "relu_linear").top1.mean
+    assert found[0].difference == pytest.approx(ours)
+
+
+def test_caveats_say_what_the_files_call_for(scratch: Contents) -> None:
+    said = " ".join(caveats(scratch.results, scratch.settings))
+    for part in ("15 of 30 rows rest on a single seed", "shared their GPU", "Not finite in half precision: performer"):
+        assert part in said
+    assert "1 tasks failed" in said
+
+
+def test_inferred_formulas_are_called_inferred() -> None:
+    said = dict(inferred({"mixa", "mobile", "efficient"}))
+    assert any("formula is inferred" in text for name, text in said.items() if name == "stella")
+    assert "mobile" in said and "mixa" in said and "efficient" not in said
+
+
+def test_styles_are_unique_and_variants_share_a_hue() -> None:
+    many = ["softmax", *(f"mechanism{i}" for i in range(22)), "xca", "xca:variant=fair"]
+    made = styles(many)
+    assert len({tuple(style) for style in made.values()}) == len(many)
+    assert made["softmax"][0] == -1 and made["xca"][0] == made["xca:variant=fair"][0]
+    assert all(-1 <= hue < HUES and 0 <= marker < MARKERS for hue, marker in made.values())
+    assert made == styles(reversed(many))
+
+
+def test_long_curves_keep_their_ends() -> None:
+    kept = thinned(1000)
+    assert len(kept) == 150 and kept[0] == 0 and kept[-1] == 999
+    assert thinned(7) == list(range(7))
+
+
+def test_payload_keeps_each_config_once_and_no_bits(scratch: Contents) -> None:
+    data = payload(scratch.results, scratch.settings, scratch.answer)
+    assert len(data["environments"]) == 1 and len(data["configs"]) == len(data["rows"])
+    text = json.dumps(data)
+    assert scratch.results.runs[0].data["accuracy"]["correct"] not in text
+    run = data["rows"][0]["runs"][0]
+    assert run["command"].endswith(run["key"])
+
+
+def test_markdown_tables_are_whole(scratch: Contents, distil: Contents) -> None:
+    for contents in (scratch, distil):
+        text = markdown(contents)
+        for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+            assert len(widths) == 1, block
+    assert "| stella | " in markdown(scratch) and "Kendall's τ" in markdown(scratch)
+    assert "zero-shot" in markdown(distil)
+
+
+def test_csv_has_a_line_for_each_run_and_timing(scratch: Contents) -> None:
+    lines = list(csv.DictReader(io.StringIO(spreadsheet(scratch))))
+    kinds = [line["kind"] for line in lines]
+    assert kinds.count("run") == len(scratch.results.runs) and kinds.count("speed") == len(scratch.results.timings)
+    line = next(line for line in lines if line["kind"] == "run" and line["candidate"] == "qt" and line["seed"] == "1")
+    run = next(run for run in scratch.results.runs if run.key == line["key"])
+    assert float(line["top1"]) == run.top1 and line["hardware"] == "NVIDIA H200"
+
+
+def test_files_text_stays_text(tmp_path: Path) -> None:
+    evil = '=<script>alert("x")</script>|`*'
+    contents = gather([write_store(tmp_path, mechanisms=["softmax", evil], patches=[4])])
+    assert "<script>alert" not in markdown(contents) and "&lt;script&gt;" in markdown(contents)
+    assert "<script>alert" not in render(contents)
+    cells = {line["candidate"] for line in csv.DictReader(io.StringIO(spreadsheet(contents)))}
+    assert f"'{evil}" in cells and evil not in cells
