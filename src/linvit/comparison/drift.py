@@ -13,7 +13,7 @@ from linvit.training.contract import BatchSource
 from linvit.training.losses import logits_of
 
 KINDS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-IMAGES = 1024
+IMAGES = 512
 
 
 @torch.no_grad()

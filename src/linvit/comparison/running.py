@@ -164,26 +164,27 @@ def conversion(bench: Bench, final: Evaluation, zero_shot: float) -> dict[str, A
 
 
 class Memory:
-    """The most memory that training took on a GPU, evaluations and the compiler's trials left out; none on the CPU. It
-    hears the log on its way to `watch`: training ends in a `train` record and begins after an `eval`."""
+    """The most memory that training took on a GPU, evaluations left out; none on the CPU. It hears the log on its way
+    to `watch`: training ends in a `train` record and begins again after an `eval`."""
 
     def __init__(self, device: torch.device, watch: Watch | None) -> None:
         self.device, self.watch = device, watch
         self.windows: list[int] = []
 
     def hear(self, record: dict[str, Any]) -> None:
-        if self.device.type == "cuda":
-            if record["kind"] == "train":
-                self.windows.append(torch.cuda.max_memory_allocated(self.device))
+        if self.device.type == "cuda" and record["kind"] == "train":
+            self.windows.append(torch.cuda.max_memory_allocated(self.device))
+        elif self.device.type == "cuda" and record["kind"] == "eval":
             torch.cuda.reset_peak_memory_stats(self.device)
         if self.watch is not None:
             self.watch(record)
 
     @property
     def peak(self) -> int | None:
-        """Without the first window, in which things are compiled, and without the sets on the device."""
+        """Without the sets on the device. A step that is replayed as a CUDA graph allocates nothing, so it is the first
+        windows that tell."""
         sets = sum(p.pictures.nbytes + p.labels.nbytes for p in SHARED.held.values())
-        return max(self.windows[1:] or self.windows) - sets if self.windows else None
+        return max(self.windows) - sets if self.windows else None
 
 
 def clear_foreign(work: Path, fitting: Fitting) -> None:

@@ -78,8 +78,8 @@ class Shared:
         else:
             source, mark = task.places.get("teacher", wanted["name"]), str(wanted["digest"])
         if (source, mark) not in self.teachers:
-            found = describe_teacher(source)[0]["digest"]
-            if "key" not in wanted and found != wanted["digest"]:
+            found = wanted.get("digest") if "key" in wanted else describe_teacher(source)[0]["digest"]
+            if found != wanted.get("digest"):
                 raise LinvitError(f"{source} is not the teacher this run is about: its digest is {found}, not {mark}")
             self.teachers = {(source, mark): open_teacher(source).to(device).eval()}
         return self.teachers[source, mark].to(device)
@@ -124,6 +124,8 @@ class Shared:
         """Let go of the bench: after a failure nobody knows what state it is in."""
         self.bench = None
         gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def affinity(task: Task) -> str:

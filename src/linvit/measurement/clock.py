@@ -55,25 +55,27 @@ def eager(calls: Calls, device: torch.device, *, budget: float = 0.3, least: int
     return Timing.of(samples)
 
 
-def by_turns(calls: Calls, device: torch.device, *, alone: bool, budget: float = 0.4, least: int = 3) -> list[Timing]:
+def by_turns(calls: Calls, device: torch.device, *, alone: bool, budget: float = 0.4) -> list[Timing]:
     """Different calls in turn, so that whatever happens to the machine meantime happens to all of them. `alone` waits
-    after each call, which is latency; else a sample on a GPU is a burst. The budget is for each call."""
+    after each call, which is latency; else a sample on a GPU is a burst. The budget is seconds for each call; what takes
+    much longer is sampled twice."""
 
     def sample(call: Callable[[], object], burst: int) -> float:
         begin = time.perf_counter()
         for _ in range(burst):
             call()
         synchronise(device)
-        return (time.perf_counter() - begin) / burst
+        return max((time.perf_counter() - begin) / burst, 1e-9)
 
     synchronise(device)
-    once = [max(sample(call, 1), 1e-6) for call in calls]
+    once = [sample(call, 1) for call in calls]
     single = alone or device.type == "cpu"
     bursts = [1 if single else max(1, min(20, int(budget / (5 * seconds)))) for seconds in once]
-    spent = sum(seconds * burst for seconds, burst in zip(once, bursts, strict=True))
-    rounds = max(least, min(200, int(budget * len(calls) / spent)))
-    samples = [[sample(call, burst) * 1e3 for call, burst in zip(calls, bursts, strict=True)] for _ in range(rounds)]
-    return [Timing.of(column) for column in zip(*samples, strict=True)]
+    spent = sum(seconds * burst for seconds, burst in zip(once, bursts, strict=True)) / len(calls)
+    rounds = 1 if spent > 2 * budget else max(3, min(200, int(budget / spent)))
+    samples = [once] if rounds == 1 else []
+    samples += [[sample(call, burst) for call, burst in zip(calls, bursts, strict=True)] for _ in range(rounds)]
+    return [Timing.of([seconds * 1e3 for seconds in column]) for column in zip(*samples, strict=True)]
 
 
 def graph(calls: Calls, *, budget: float = 0.2, least: int = 5) -> Timing:

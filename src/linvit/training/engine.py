@@ -90,7 +90,7 @@ class Engine:
         settings = {key: value for key, value in config.to_dict().items() if key not in FREE}
         own = fingerprint({"config": settings, **(identity or {})}, self.model.state_dict())
         seconds = config.checkpoint_seconds
-        self.keeper = Keeper(accelerator, folder, own, self.model, self.average, self.masks, seconds)
+        self.keeper = Keeper(accelerator, folder, own, self.model, self.average, self.masks, seconds, models)
         self.speeds: list[float] = []
 
     @property

@@ -32,10 +32,11 @@ class Keeper:
         average: Average | None,
         masks: Masks,
         seconds: float,
+        models: bool = True,
     ) -> None:
         self.accelerator, self.model, self.average, self.masks = accelerator, model, average, masks
         self.folder, self.seconds = folder, seconds
-        if folder is not None:
+        if folder is not None and models:
             origin(model, None, None, layers_of(model))  # whether it can be saved: better known now than in the end
         self.checkpoints = Checkpoints(folder / "checkpoints", fingerprint) if folder else None
         self.best: Restored | None = None
