@@ -30,6 +30,11 @@ VERBS = {
         *("model", "--data", "--teacher", "--split", "--per-class", "--output", "--batch", "--precision"),
         *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
+    "compare": {
+        *("what", "--output", "--mode", "--model", "--model-arg", "--candidates", "--data", "--root", "--recipe"),
+        *("--set", "--seeds", "--patch-sizes", "--sizes", "--teacher", "--engine", "--per-gpu", "--address", "--only"),
+        *("--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
+    },
     "report": {"stores", "--output", "--md", "--csv", "--json"},
     "bench op": {
         *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--passes"),

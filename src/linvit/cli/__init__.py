@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from linvit.cli import bench, bench_training, convert, report, show, tables, theory, train
+from linvit.cli import bench, bench_training, compare, convert, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
@@ -73,6 +73,7 @@ app.command("theory")(theory.theory)
 app.command("convert")(convert.convert)
 app.command("train")(train.train)
 app.command("eval")(eval_verb.eval_)
+app.command("compare")(compare.compare)
 app.command("report")(report.report)
 app.add_typer(bench.app, name="bench")
 app.add_typer(show.app, name="show")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -84,8 +83,13 @@ def survey(comparison: Comparison, data: dict[str, Any] | None = None) -> tuple[
             found.setdefault(task.key, task)
     if not found:
         raise LinvitError(f"nothing fits {comparison.architecture['model']}: {next(iter(left_out)).reason}")
+    return in_order(found.values()), list(left_out)
+
+
+def in_order(tasks: Iterable[Task]) -> list[Task]:
+    """Teachers, runs, speeds; else as they come."""
     order = {"teacher": 0, "run": 1, "speed": 2}
-    return sorted(found.values(), key=lambda task: order[task.kind]), list(left_out)
+    return sorted(tasks, key=lambda task: order[task.kind])
 
 
 class Expansion:
@@ -302,15 +306,3 @@ def from_result(result: dict[str, Any], places: dict[str, str]) -> list[Task]:
     label = {**label_of(SOFTMAX, identity["patch_size"], identity["size"]), "mode": "scratch"}
     label["seed"] = taught["identity"]["seed"]
     return [*from_result({"identity": taught["identity"], "label": label}, places), task]
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    import json
-
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LinvitError(f"cannot read {path}: {error}") from None
-    if not isinstance(found, dict):
-        raise LinvitError(f"{path} is no result file of a comparison")
-    return found

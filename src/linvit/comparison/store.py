@@ -35,7 +35,7 @@ from linvit.comparison.grid import Task
 from linvit.comparison.identity import digest
 from linvit.comparison.spec import Comparison
 from linvit.errors import LinvitError
-from linvit.measurement.record import environment, hardware
+from linvit.measurement.record import environment, hardware, write_json
 
 FOLDERS = {"run": "runs", "teacher": "runs", "speed": "speeds", "failure": "failures"}
 KEY = re.compile(r"[0-9a-f]{16}")
@@ -107,10 +107,15 @@ class Store:
     # What is added.
 
     def ask(self, comparison: Comparison) -> None:
-        """Keep what was asked for, so that `linvit compare -o STORE` goes on with it."""
+        """Keep what was asked for, so that `linvit compare -o STORE` goes on with it. Asked again with data or teacher
+        in another place, it is the same comparison, and the new place holds."""
         data = comparison.to_dict()
         asked = {"kind": "comparison", "time": datetime.now(UTC).isoformat(timespec="seconds"), "comparison": data}
-        place(self.folder / "comparisons" / f"{digest(data)}.json", to_bytes(asked))
+        same = {**data, "data": Path(comparison.data).name, "root": "", "teacher": Path(comparison.teacher).name}
+        path = self.folder / "comparisons" / f"{digest(same)}.json"
+        before = read_json(path)
+        if not isinstance(before, dict) or before.get("comparison") != data:
+            write_json(path, asked)
 
     def claim(self, task: Task) -> Claim | None:
         """The right to work on a task; None where somebody alive has it, or it is finished."""

@@ -105,12 +105,19 @@ class Board:
         )
 
 
-def drain(board: Board, tasks: Iterable[Task], work: Callable[[Task], bool], *, wait: bool) -> None:
-    """Do tasks, always the first that is free, until none is left. With `wait`, stay for those that others work on, in
-    case they are lost; without, only for teachers that ours need. `work` says whether it got the task."""
+def drain(
+    board: Board,
+    tasks: Iterable[Task],
+    work: Callable[[Task], bool],
+    *,
+    wait: bool,
+    order: Callable[[list[Task]], list[Task]] = list,
+) -> None:
+    """Do tasks, always the first in `order` that is free, until none is left. With `wait`, stay for those that others
+    work on, in case they are lost; without, only for teachers that ours need. `work` says whether it got the task."""
     left = {task.key for task in tasks}
     while True:
-        ready = [task for task in board.open() if task.key in left]
+        ready = order([task for task in board.open() if task.key in left])
         taken = next((task for task in ready if board.blocked(task) is None and work(task)), None)
         if taken is not None:
             left.discard(taken.key)  # whatever came of it: nothing is done twice

@@ -63,8 +63,9 @@ class Crew:
 
     def __init__(self, board: Board, watch: Watch, execute: Execute) -> None:
         self.board, self.watch, self.execute = board, watch, execute
-        self.context = multiprocessing.get_context("spawn")
-        self.workers: dict[Connection, tuple[Any, str | None]] = {}
+        self.context = multiprocessing.get_context("forkserver")  # which has imported torch, but never touched CUDA
+        self.context.set_forkserver_preload([__name__])
+        self.workers: dict[Connection, tuple[Any, str | None, float]] = {}
         self.busy: dict[Connection, str] = {}
         self.losses: Counter[str] = Counter()
         self.stillborn = 0
@@ -74,8 +75,8 @@ class Crew:
         keys = {task.key for task in tasks}
         left = [task for task in self.board.open() if task.key in keys]
         self.tasks, self.shared, self.size = list(tasks), shared, min(len(gpus), len(left))
-        for gpu in gpus[: self.size]:
-            self.start(gpu)
+        for number, gpu in enumerate(gpus[: self.size]):
+            self.start(gpu, number / self.size)
         while self.workers:
             for pipe in wait(list(self.workers)):
                 assert isinstance(pipe, Connection)
@@ -86,24 +87,19 @@ class Crew:
                 else:
                     self.hear(pipe, key, record)
 
-    def start(self, gpu: str | None) -> None:
+    def start(self, gpu: str | None, offset: float) -> None:
+        """A new worker, which begins that far into the tasks."""
         ours, theirs = self.context.Pipe(duplex=False)
         store = self.board.store
         settings = {"folder": str(store.folder), "beat": store.beat, "stale": store.stale}
-        settings |= {"shared": self.shared, "workers": self.size, "gpu": gpu}
+        settings |= {"shared": self.shared, "gpu": gpu, "offset": offset}
         process = self.context.Process(
             target=work_on,
             args=(theirs, self.board.tasks, self.tasks, self.board.forgiven, self.execute, settings),
-            daemon=True,
         )
-        before = os.environ.get(VISIBLE)
-        os.environ[VISIBLE] = "" if gpu is None else gpu
-        try:
-            process.start()
-        finally:
-            os.environ.pop(VISIBLE) if before is None else os.environ.update({VISIBLE: before})
+        process.start()
         theirs.close()
-        self.workers[ours] = (process, gpu)
+        self.workers[ours] = (process, gpu, offset)
 
     def hear(self, pipe: Connection, key: str, record: dict[str, Any]) -> None:
         if record["kind"] == "start":
@@ -115,7 +111,7 @@ class Crew:
 
     def bury(self, pipe: Connection) -> None:
         """A worker has ended: well, or with a task that another must take."""
-        process, gpu = self.workers.pop(pipe)
+        process, gpu, offset = self.workers.pop(pipe)
         process.join()
         pipe.close()
         key = self.busy.pop(pipe, None)
@@ -126,7 +122,7 @@ class Crew:
             if self.stillborn >= TRIES:
                 raise LinvitError(f"workers end with code {process.exitcode} before they begin: try --engine local")
         if process.exitcode:
-            self.start(gpu)
+            self.start(gpu, offset)
 
     def lose(self, task: Task, code: int | None) -> None:
         """Note a lost task; after the third time it has failed."""
@@ -143,7 +139,7 @@ class Crew:
 
     def stop(self) -> None:
         """Ask the workers to stop, and see to it that they do."""
-        processes = [process for process, _ in self.workers.values()]
+        processes = [process for process, *_ in self.workers.values()]
         for process in processes:
             process.terminate()
         until = time.monotonic() + PATIENCE
@@ -175,11 +171,10 @@ def work_on(
     """A worker's life: claim, do, write, until nothing is left. When its parent is gone it stops."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then asks us to stop
     signal.signal(signal.SIGTERM, stop_now)
+    os.environ[VISIBLE] = "" if settings["gpu"] is None else settings["gpu"]
     store = Store(settings["folder"], beat=settings["beat"], stale=settings["stale"])
     board = Board(every, store, forgiven=forgiven)
     device = "cpu" if settings["gpu"] is None else "cuda"
-    if device == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // settings["workers"]))
 
     def watch(task: Task, record: dict[str, Any]) -> None:
         try:
@@ -187,11 +182,23 @@ def work_on(
         except OSError:
             raise SystemExit(1) from None
 
+    last = ""
+
     def work(task: Task) -> bool:
-        return attend(task, store, watch, execute, device=device, shared=settings["shared"])
+        nonlocal last
+        got = attend(task, store, watch, execute, device=device, shared=settings["shared"])
+        last = task.candidate_key if got else last
+        return got
+
+    places = {task.key: (number / len(tasks) - settings["offset"]) % 1 for number, task in enumerate(tasks)}
+
+    def order(ready: list[Task]) -> list[Task]:
+        """The same candidate's next seed, for which code is compiled; then candidates that nobody is at."""
+        others = {task.candidate_key for task in tasks if store.claimed(task)}
+        return sorted(ready, key=lambda t: (t.candidate_key != last, t.candidate_key in others, places[t.key]))
 
     try:
-        drain(board, tasks, work, wait=False)
+        drain(board, tasks, work, wait=False, order=order)
     except DeviceSpoilt:
         raise SystemExit(SPOILT) from None
 

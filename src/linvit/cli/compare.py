@@ -1,0 +1,152 @@
+"""`linvit compare`: the fair comparison of mechanisms, on one machine or many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from linvit.cli.arguments import numbers, pairs
+from linvit.cli.output import Json, print_json
+from linvit.errors import LinvitError
+
+if TYPE_CHECKING:
+    from linvit.comparison.store import Store
+
+INTERRUPTED = 130  # the shell's code for Ctrl-C
+
+
+def compare(
+    what: Annotated[
+        str, typer.Argument(help="A preset, a TOML file, or a result file to repeat; without it, go on with STORE.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="STORE", help="Where results go.")] = None,
+    mode: Annotated[str, typer.Option(help="scratch, or distil from one softmax teacher.")] = "",
+    model: Annotated[str, typer.Option(help="fair, vit, or a timm model.")] = "",
+    model_arg: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of the model, such as width=64.")
+    ] = None,
+    candidates: Annotated[str, typer.Option(help="Mechanisms and plans, such as softmax,mixa:keep=2,all")] = "",
+    data: Annotated[str, typer.Option(help="As for train: digits, an image folder, a .tar, a named set.")] = "",
+    root: Annotated[str, typer.Option(metavar="DIR", help="Where a named set lies.")] = "",
+    recipe: Annotated[str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit or fast.")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")] = None,
+    seeds: Annotated[str, typer.Option(help="With commas, such as 0,1,2.")] = "",
+    patch_sizes: Annotated[str, typer.Option(help="With commas, such as 4,8.")] = "",
+    sizes: Annotated[str, typer.Option(help="Image sizes to train at, with commas.")] = "",
+    teacher: Annotated[
+        str, typer.Option(metavar="MODEL_OR_DIR", help="For mode distil; without it one is trained first.")
+    ] = "",
+    engine: Annotated[str, typer.Option(help="local (this process), gpus (this machine), ray, or auto.")] = "auto",
+    per_gpu: Annotated[int, typer.Option(min=1, help="How many runs share a GPU, or the CPU where there is none.")] = 1,
+    address: Annotated[str, typer.Option(help="Of the Ray cluster; auto, or local for one of this machine.")] = "",
+    only: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Only this task, and what it needs.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try again what failed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and about how long it takes.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print a preset's file, to copy and change.")] = False,
+    merge: Annotated[
+        list[Path] | None, typer.Option(metavar="OTHER", help="First add another store, its folder or archive.")
+    ] = None,
+    pack: Annotated[
+        Path | None, typer.Option(metavar="FILE.tar", help="At the end, write STORE into one archive.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare mechanisms fairly: same architecture, recipe, data and seeds; only the attention changes.
+
+    Every run ends as a file in STORE. What was killed goes on, what is finished is never repeated, what fails is noted
+    and stops nothing. Several machines may work on one STORE, or each on its own, merged later.
+
+    \b
+    Example: linvit compare digits -o runs/digits
+    """
+    if show:
+        print_preset(what, as_json)
+        return
+    changes = read_changes(
+        mode=mode, architecture=read_model(model, model_arg), candidates=candidates, data=data, root=root,
+        recipe=recipe, settings=set_, seeds=seeds, patch_sizes=patch_sizes, sizes=sizes, teacher=teacher,
+    )  # fmt: skip
+    from linvit.comparison.engines.choice import choose
+    from linvit.comparison.request import pick, read_request
+    from linvit.comparison.store import Store
+
+    work = choose(engine, per_gpu=per_gpu, address=address)
+    if output is None and (not dry_run or merge or pack):
+        raise LinvitError("say where results go: linvit compare digits -o runs/digits")
+    store = None if output is None else Store(output)
+    merged = [(other, store.merge(other)) for other in merge or ()] if store is not None else []
+    if store is not None and (merge or pack) and not (what or changes or dry_run):
+        close(store, pack, merged, as_json)
+        return
+    request = read_request(what, changes, store, guess=dry_run)
+    tasks = pick(request.tasks, only or [])
+    if dry_run:
+        from linvit.cli.compare_output import print_grid
+
+        print_grid(tasks, request, store, as_json)
+        return
+    assert store is not None
+    for comparison in request.comparisons:
+        store.ask(comparison)
+    from linvit.cli.compare_output import print_summary, screen
+
+    try:
+        with screen(tasks, store, not as_json) as watch:
+            summary = work(tasks, store, watch=watch, retry=retry)
+    except KeyboardInterrupt:
+        done = sum(store.finished(task) for task in tasks)
+        typer.echo(f"stopped: {done} of {len(tasks)} tasks are finished, the same command goes on", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        if pack is not None:
+            store.pack(pack, work=True)
+    print_summary(tasks, store, summary, as_json)
+    if not summary.complete:
+        raise typer.Exit(1)
+
+
+def read_changes(**given: Any) -> dict[str, Any]:
+    """What the command line says of the comparison, as fields of one; a flag that is not given says nothing."""
+    from linvit.comparison.candidates import split_candidates
+
+    for name in ("seeds", "patch_sizes", "sizes"):
+        given[name] = tuple(numbers(given[name], least=0 if name == "seeds" else 1)) if given[name] else ()
+    given["candidates"] = tuple(split_candidates(given["candidates"]))
+    given["settings"] = tuple(given["settings"] or ())
+    return {name: value for name, value in given.items() if value}
+
+
+def read_model(model: str, args: list[str] | None) -> dict[str, Any]:
+    if args and not model:
+        raise LinvitError("--model-arg sets something of a model: give --model too")
+    return {"model": model, **pairs(args, "--model-arg")} if model else {}
+
+
+def print_preset(name: str, as_json: bool) -> None:
+    from linvit.comparison.spec import load, preset_text, presets
+
+    if not name:
+        names = presets()
+        print_json(names) if as_json else print(*names, sep="\n")
+    elif as_json:
+        print_json(load(name).to_dict())
+    else:
+        print(preset_text(name), end="")
+
+
+def close(store: Store, pack: Path | None, merged: list[tuple[Path, dict[str, int]]], as_json: bool) -> None:
+    """Say what was merged, and pack."""
+    packed = store.pack(pack, work=True) if pack is not None else None
+    if as_json:
+        added = [{"store": str(other), "added": counts} for other, counts in merged]
+        print_json({"store": str(store.folder), "merged": added, "packed": packed, "notes": store.notes})
+        return
+    for other, counts in merged:
+        new = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
+        print(f"{other}: {new or 'nothing'} new")
+    if packed is not None:
+        print(f"{pack}: {packed} files")
+    for note in store.notes:
+        typer.echo(note, err=True)

@@ -1,0 +1,257 @@
+"""What `linvit compare` prints: the grid before, the progress meanwhile, and what came of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from linvit.cli.output import console, print_json, table
+
+if TYPE_CHECKING:
+    from linvit.comparison.engines import Summary, Watch
+    from linvit.comparison.estimate import Guess, Row
+    from linvit.comparison.grid import Task
+    from linvit.comparison.report.rows import Row as Result
+    from linvit.comparison.report.rows import Setting
+    from linvit.comparison.request import Request
+    from linvit.comparison.store import Store
+
+PATIENCE = 10.0  # seconds between two lines of one run, where there is no terminal
+
+
+def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_json: bool) -> None:
+    """The candidates, their runs and about how long they take."""
+    import torch
+
+    from linvit.comparison.estimate import estimate
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    guess = estimate(tasks, store, request.data, device)
+    timings = [task for task in tasks if task.kind == "speed"]
+    if as_json:
+        print_json(grid_json(guess, timings, request))
+        return
+    made = table(candidate=14, patch=-5, size=-5, seeds=5, **{"params M": -8, "MACs M": -7, "tokens": -6})
+    for heading in ("left", "time"):
+        made.add_column(heading, justify="right")
+    for row in guess.rows:
+        made.add_row(*grid_cells(row))
+    out = console()
+    out.print(made)
+    runs, left = sum(len(row.tasks) for row in guess.rows), sum(len(row.left) for row in guess.rows)
+    out.print(f"{runs} runs, {left} of them left; {len(timings)} candidates to time, a minute or so each.")
+    if guess.seconds is None:
+        out.print(guess.how[0].upper() + guess.how[1:] + ".")
+    else:
+        out.print(f"About {duration(guess.seconds)} on one device, {guess.how}.")
+    for other in request.left_out:
+        out.print(f"left out: {other.candidate} at patch {other.patch}, size {other.size}: {other.reason}")
+
+
+def grid_cells(row: Row) -> list[str]:
+    name = f"{row.candidate} (teacher)" if row.kind == "teacher" else row.candidate
+    seeds = ",".join(str(task.label["seed"]) for task in row.tasks)
+    size = [str(row.patch or "–"), str(row.size), seeds, f"{row.parameters / 1e6:.2f}", f"{row.macs / 1e6:,.0f}"]
+    spent = "–" if row.seconds is None else duration(row.seconds)
+    return [name, *size, str(row.tokens or "–"), str(len(row.left)), spent]
+
+
+def grid_json(guess: Guess, timings: Sequence[Task], request: Request) -> dict[str, Any]:
+    rows = [
+        {
+            **{name: getattr(row, name) for name in ("kind", "candidate", "mode", "patch", "size")},
+            **{name: getattr(row, name) for name in ("parameters", "macs", "tokens", "seconds")},
+            "runs": [{"key": t.key, "seed": t.label["seed"], "finished": t not in row.left} for t in row.tasks],
+        }
+        for row in guess.rows
+    ]
+    return {
+        "rows": rows,
+        "runs": sum(len(row.tasks) for row in guess.rows),
+        "left": sum(len(row.left) for row in guess.rows),
+        "timings": [{"key": task.key, "candidate": task.label["candidate"]} for task in timings],
+        "seconds": guess.seconds,
+        "estimated": guess.how,
+        "left_out": [vars(row) for row in request.left_out],
+    }
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+
+
+@contextmanager
+def screen(tasks: Sequence[Task], store: Store, shown: bool) -> Iterator[Watch]:
+    """A function that hears what happens to tasks: bars at a terminal, else lines. On stderr: stdout has the result."""
+    from rich.console import Console
+
+    errors = Console(stderr=True, highlight=False)
+    if not shown:
+        yield lambda task, record: None
+    elif errors.is_terminal:
+        yield from bars(tasks, store, errors)
+    else:
+        yield lines(tasks, store)
+
+
+def bars(tasks: Sequence[Task], store: Store, errors: Any) -> Iterator[Watch]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    finished = {task.key for task in tasks if store.finished(task)}
+    running: dict[str, Any] = {}
+    with Progress(*columns, console=errors, transient=True) as shown:
+        whole = shown.add_task("all tasks", total=len(tasks), completed=len(finished), text="")
+
+        def watch(task: Task, record: dict[str, Any]) -> None:
+            kind = record["kind"]
+            if kind == "start":
+                running[task.key] = shown.add_task(name(task), total=None, text="")
+            elif kind in ("done", "failed", "lost"):
+                shown.remove_task(running.pop(task.key))
+                finished.update([task.key] if kind == "done" else [])
+                errors.print(ended(task, record, store))
+            elif kind == "train":
+                shown.update(running[task.key], total=record["steps"], completed=record["step"])
+            elif kind == "eval":
+                text = f"epoch {record['epoch']:.0f}  top-1 {record['top1']:.2f}"
+                shown.update(running[task.key], text=text)
+            parts = [shown.tasks[shown.task_ids.index(bar)] for bar in running.values()]
+            so_far = sum(part.completed / part.total for part in parts if part.total)
+            text = f"{len(finished)} of {len(tasks)}"
+            shown.update(whole, completed=len(finished) + so_far, text=text)
+
+        yield watch
+
+
+def lines(tasks: Sequence[Task], store: Store) -> Watch:
+    """For a log file: the end of every task, and each run's progress now and then."""
+    finished = {task.key for task in tasks if store.finished(task)}
+    last: dict[str, float] = {}
+
+    def watch(task: Task, record: dict[str, Any]) -> None:
+        kind = record["kind"]
+        if kind == "done":
+            finished.add(task.key)
+        if kind in ("done", "failed", "lost"):
+            print(f"[{len(finished)}/{len(tasks)}] {ended(task, record, store)}", file=sys.stderr, flush=True)
+        elif kind == "eval" and time.monotonic() - last.get(task.key, 0) > PATIENCE:
+            last[task.key] = time.monotonic()
+            print(f"{name(task)}: epoch {record['epoch']:.0f}, top-1 {record['top1']:.2f}", file=sys.stderr, flush=True)
+
+    return watch
+
+
+def ended(task: Task, record: dict[str, Any], store: Store) -> str:
+    if record["kind"] != "done":
+        return f"{name(task)}: {record['kind']}: {record.get('error') or record.get('text')}"
+    found = store.result(task) or {}
+    top1 = f"top-1 {found['accuracy']['top1']:.2f}" if "accuracy" in found else "timed"
+    return f"{name(task)}: {top1}, {duration(found.get('seconds', 0))}"
+
+
+def name(task: Task) -> str:
+    label = task.label
+    patch = f" patch {label['patch']}" if label.get("patch") else ""
+    seed = f" seed {label['seed']}" if task.kind != "speed" else " speed"
+    return f"{label['candidate']}{' (teacher)' if task.kind == 'teacher' else ''}{patch} {label['size']} px{seed}"
+
+
+def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json: bool) -> None:
+    """What came of the tasks, and what they found."""
+    from linvit.comparison.report.reading import read
+    from linvit.comparison.report.rows import settings
+
+    ended = {*summary.done, *summary.earlier}
+    keys = {task.candidate_key for task in tasks}
+    found = settings(read([store.folder])) if ended or summary.failed else []
+    by_key = {task.key: task for task in tasks}
+    failed = [
+        {"key": key, "label": by_key[key].label, "error": store.failures(key)[-1]["error"]} for key in summary.failed
+    ]
+    if as_json:
+        rows = [row_json(row) for setting in found for row in setting.rows if row.first.candidate_key in keys]
+        counts = {"done": summary.done, "earlier": summary.earlier, "missing": summary.missing}
+        print_json({"store": str(store.folder), **counts, "failed": failed, "rows": rows, "notes": store.notes})
+        return
+    for setting in found:
+        print_setting(setting, keys)
+    out = console()
+    for failure in failed:
+        out.print(f"failed: {name(by_key[failure['key']])}: {failure['error']}", markup=False)
+    for note in store.notes:
+        out.print(note, markup=False)
+    if not summary.complete:
+        lacking = f"{len(summary.failed)} of {len(tasks)} tasks failed"
+        lacking += f", {len(summary.missing)} are missing" if summary.missing else ""
+        out.print(f"{lacking}: linvit compare -o {store.folder} --retry tries them again.", markup=False)
+    out.print(f"{len(ended)} result files in {store.folder}: linvit report {store.folder} makes a page of them.")
+
+
+def print_setting(setting: Setting, keys: set[str]) -> None:
+    rows = [row for row in setting.rows if row.first.candidate_key in keys]
+    if not rows:
+        return
+    made = table(candidate=14, patch=-5, **{"top-1": -12, "to softmax": -14, "params M": -8, "MACs M": -7, "ms": -7})
+    for row in rows:
+        made.add_row(*result_cells(row))
+    out = console()
+    out.print(setting.title, style="bold")
+    out.print(made)
+    out.print(
+        "± is the 95 % interval over seeds; “to softmax” is paired over seeds and images; ms is one image on the "
+        f"fastest device timed, at {rows[0].first.size} px.",
+        style="italic",
+    )
+
+
+def result_cells(row: Result) -> list[str]:
+    top1 = f"{row.top1.mean:.2f}" + (f" ±{half(row.top1.interval):.2f}" if row.top1.interval else "")
+    delta = "–"
+    if row.delta is not None:
+        delta = f"{row.delta.mean:+.2f}" + (f" ±{half(row.delta.interval):.2f}" if row.delta.interval else "")
+    parameters, macs, latency = row.mean("model", "parameters"), row.mean("model", "macs"), milliseconds(row)
+    return [
+        row.name,
+        str(row.first.patch or "–"),
+        top1,
+        delta,
+        "–" if parameters is None else f"{parameters / 1e6:.2f}",
+        "–" if macs is None else f"{macs / 1e6:,.0f}",
+        "–" if latency is None else f"{latency:.2f}",
+    ]
+
+
+def half(interval: tuple[float, float]) -> float:
+    return (interval[1] - interval[0]) / 2
+
+
+def milliseconds(row: Result) -> float | None:
+    """The latency of one image at the trained size, on the GPU where one was timed."""
+    single = [speed for speed in row.speeds if speed.what == "inference" and not speed.many]
+    for speed in sorted(single, key=lambda speed: speed.device != "cuda"):
+        at = next((timing.median for timing in speed.ladder if timing.size == row.first.size), None)
+        if at is not None:
+            return at
+    return None
+
+
+def row_json(row: Result) -> dict[str, Any]:
+    return {
+        "candidate": row.first.candidate,
+        "kind": "teacher" if row.is_teacher else "run",
+        **{name: getattr(row.first, name) for name in ("mode", "patch", "size")},
+        "seeds": row.seeds,
+        "top1": row.top1.mean,
+        "top1_interval": row.top1.interval,
+        "difference": row.delta.mean if row.delta is not None else None,
+        "difference_interval": row.delta.interval if row.delta is not None else None,
+        "parameters": row.mean("model", "parameters"),
+        "macs": row.mean("model", "macs"),
+        "milliseconds": milliseconds(row),
+    }

@@ -1,0 +1,166 @@
+"""The engines in this process and with workers: failures, lost workers, teachers first, speeds alone at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linvit.comparison.engines import Board, gpus, local
+from linvit.comparison.grid import Task
+from linvit.comparison.store import Store
+from tests.comparison.tasks import log, make_result, make_task, quick
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def __call__(self, task: Task, record: dict[str, Any]) -> None:
+        self.events.append((task.label["candidate"], record["kind"]))
+
+    def of(self, name: str) -> list[str]:
+        return [kind for candidate, kind in self.events if candidate == name]
+
+
+def test_local_does_everything_once(tmp_path: Path) -> None:
+    store, heard = Store(tmp_path), Heard()
+    tasks = [make_task(0, "speed"), *(make_task(number) for number in range(1, 4))]
+    summary = local.run(tasks, store, watch=heard, execute=quick)
+    assert summary.complete and set(summary.done) == {task.key for task in tasks}
+    assert heard.of("c1") == ["start", "train", "done"]
+    begun = [key for what, key, *_ in log(tmp_path) if what == "begin"]
+    assert begun == [task.key for task in (*tasks[1:], tasks[0])], "runs first, speeds at the end"
+    again = local.run(tasks, store, watch=heard, execute=quick)
+    assert not again.done and len(again.earlier) == 4 and len(log(tmp_path)) == 8
+
+
+def test_a_failure_is_recorded_and_stops_nobody(tmp_path: Path) -> None:
+    store, heard = Store(tmp_path), Heard()
+    tasks = [make_task(1, error="out of luck"), make_task(2)]
+    summary = local.run(tasks, store, watch=heard, execute=quick)
+    assert summary.failed == (tasks[0].key,) and summary.done == (tasks[1].key,) and not summary.complete
+    assert store.failures(tasks[0].key)[0]["error"] == "RuntimeError: out of luck"
+    assert heard.of("c1")[-1] == "failed"
+    assert local.run(tasks, store, watch=heard, execute=quick).failed == (tasks[0].key,)
+    assert len(store.failures(tasks[0].key)) == 1, "not tried again unless asked"
+    local.run(tasks, store, watch=heard, execute=quick, retry=True)
+    assert len(store.failures(tasks[0].key)) == 2
+
+
+def test_who_learns_from_a_failed_teacher_is_missing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    bad, good = make_task(1, "teacher", error="no"), make_task(2, "teacher")
+    pupils = [make_task(3, needs=(bad.key,)), make_task(4, needs=(good.key,)), make_task(5, needs=("0" * 16,))]
+    summary = local.run([*pupils, bad, good], store, watch=Heard(), execute=quick)
+    assert summary.failed == (bad.key,) and summary.missing == (pupils[0].key, pupils[2].key)
+    assert set(summary.done) == {good.key, pupils[1].key}
+
+
+def test_ctrl_c_gives_the_claim_back(tmp_path: Path) -> None:
+    store, task = Store(tmp_path), make_task(1)
+
+    def interrupt(*_: Any, **__: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        local.run([task], store, watch=Heard(), execute=interrupt)
+    assert not store.claimed(task) and not store.failures(task.key)
+    assert local.run([task], store, watch=Heard(), execute=quick).complete
+
+
+def test_a_result_that_does_not_count_is_not_tried_for_ever(tmp_path: Path) -> None:
+    """A worker with other hardware than it says would else be asked again and again."""
+    store, task = Store(tmp_path), make_task(1, "speed")
+
+    def odd(task: Task, *_: Any, **__: Any) -> dict[str, Any]:
+        return {**make_result(task), "environment": {"hardware": "another", "time": ""}}
+
+    assert local.run([task], store, watch=Heard(), execute=odd).missing == (task.key,)
+
+
+def test_waits_for_what_others_do_and_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linvit.comparison.engines.POLL", 0.05)
+    store, mine, theirs = Store(tmp_path), make_task(1), make_task(2)
+    code = (
+        "import sys, time; from linvit.comparison.store import Store; from tests.comparison.tasks import make_task;"
+        "claim = Store(sys.argv[1]).claim(make_task(2)); print('held', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None and other.stdout.readline() == "held\n"
+    heard = Heard()
+
+    def kill_then(task: Task, record: dict[str, Any]) -> None:
+        heard(task, record)
+        if (task.key, record["kind"]) == (mine.key, "done"):
+            other.kill()
+            other.wait()
+
+    summary = local.run([theirs, mine], store, watch=kill_then, execute=quick)
+    assert summary.complete and [name for name, kind in heard.events if kind == "done"] == ["c1", "c2"]
+    other.stdout.close()
+
+
+def test_workers_share_the_tasks_and_speeds_come_alone(tmp_path: Path) -> None:
+    store, heard = Store(tmp_path), Heard()
+    teacher = make_task(0, "teacher", seconds=0.2)
+    runs = [make_task(n, needs=(teacher.key,), seconds=0.3) for n in range(1, 5)]
+    odd = [make_task(5, error="no luck"), make_task(6, deaths=1), make_task(7, deaths=9)]
+    speeds = [make_task(n, "speed", seconds=0.1) for n in (8, 9)]
+    tasks = [teacher, *runs, *odd, *speeds]
+    summary = gpus.run(tasks, store, watch=heard, per_gpu=2, execute=quick)
+    assert summary.failed == (odd[0].key, odd[2].key) and not summary.missing
+    assert set(summary.done) == {task.key for task in (teacher, *runs, odd[1], *speeds)}
+    assert heard.of("c6").count("lost") == 1 and heard.of("c6")[-1] == "done"
+    assert heard.of("c7").count("lost") == 3 and heard.of("c7")[-1] == "failed"
+    assert "code -9" in store.failures(odd[2].key)[0]["error"]
+    lines = log(tmp_path)
+    assert len({pid for what, key, pid, _ in lines if key in {run.key for run in runs}}) == 2
+    when = {(what, key): float(moment) for what, key, _, moment in lines}
+    assert all(when["begin", run.key] >= when["end", teacher.key] for run in runs)
+    assert when["begin", speeds[0].key] >= max(when["end", run.key] for run in runs)
+    assert when["begin", speeds[1].key] >= when["end", speeds[0].key]
+    begun = Counter(key for what, key, *_ in lines if what == "begin")
+    assert begun[odd[1].key] == 2 and begun[odd[2].key] == 3
+    assert all(begun[task.key] == 1 for task in (teacher, *runs, *speeds))
+    assert {result["shared"] for result in store.results("run")} == {2}
+    assert {result["shared"] for result in store.results("speed")} == {1}
+    assert not any(store.claimed(task) for task in tasks)
+
+
+def test_ctrl_c_stops_the_workers(tmp_path: Path) -> None:
+    """The whole group gets the signal, as at a terminal: workers stop, claims are given back, a second run goes on."""
+    code = (
+        "import sys; from linvit.comparison.engines import gpus; from linvit.comparison.store import Store;"
+        "from tests.comparison.tasks import make_task, quick\n"
+        "if __name__ == '__main__': gpus.run([make_task(n, seconds=30) for n in (1, 2)], Store(sys.argv[1]),"
+        "watch=lambda task, record: print(record['kind'], flush=True), per_gpu=2, execute=quick)"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    while lines.count("start") < 2 and (line := process.stdout.readline()):
+        lines.append(line.strip())
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 25 and "KeyboardInterrupt" in errors, errors
+    store, tasks = Store(tmp_path), [make_task(n, seconds=30) for n in (1, 2)]
+    assert not any(store.claimed(task) for task in tasks) and not store.results("failure")
+    assert len(Board(tasks, store).open()) == 2
