@@ -131,6 +131,18 @@ def test_distilling(tmp_path: Path) -> None:
     assert softmax["conversion"]["zero_shot"] == taught["accuracy"]["top1"], "softmax starts as its teacher"
     assert linear["conversion"]["report"] == "plan relu_linear: 2 of 2 layers changed, 0 new parameters"
     assert len(mixed["conversion"]["layers"]) == 1 and "layers" not in linear["conversion"]
+    folder = store.teacher_folder(teacher.key).rename(tmp_path / "given")
+    given = {"mode": "distil", "recipe": "fast", "plain": False, "settings": settings, "teacher": str(folder)}
+    (task,) = tasks("relu_linear", **given, patch_sizes=[], sizes=[])
+    same = execute(task, store, device="cpu")
+    assert same["accuracy"]["correct"] == linear["accuracy"]["correct"], "a teacher from a folder teaches the same"
+    (finer,) = tasks("relu_linear", **given, patch_sizes=[4])
+    with pytest.raises(LinvitError, match="recipe fast aligns layers, and the teacher has patches of 8"):
+        execute(finer, store, device="cpu")
+    (folder / "model.safetensors").write_bytes(b"another")
+    running.SHARED = Shared()
+    with pytest.raises(LinvitError, match="given is not the teacher this run is about"):
+        execute(task, store, device="cpu")
 
 
 def test_failures_say_what_is_wrong(tmp_path: Path) -> None:

@@ -127,6 +127,12 @@ class Shared:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
+    def clear(self) -> None:
+        """Keep nothing on a device."""
+        self.held.clear()
+        self.teachers.clear()
+        self.forget()
+
 
 def affinity(task: Task) -> str:
     """The same for tasks that share a bench, which differ in their seed alone."""

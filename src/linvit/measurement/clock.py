@@ -57,8 +57,8 @@ def eager(calls: Calls, device: torch.device, *, budget: float = 0.3, least: int
 
 def by_turns(calls: Calls, device: torch.device, *, alone: bool, budget: float = 0.4) -> list[Timing]:
     """Different calls in turn, so that whatever happens to the machine meantime happens to all of them. `alone` waits
-    after each call, which is latency; else a sample on a GPU is a burst. The budget is seconds for each call; what takes
-    much longer is sampled twice."""
+    after each call, which is latency; else a sample on a GPU is a burst. The budget is seconds for each call, and what
+    takes much longer is sampled twice."""
 
     def sample(call: Callable[[], object], burst: int) -> float:
         begin = time.perf_counter()
