@@ -48,7 +48,7 @@ def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_
     else:
         out.print(f"About {duration(guess.seconds)} on one device, {guess.how}.")
     for other in request.left_out:
-        out.print(f"left out: {other.candidate} at patch {other.patch}, size {other.size}: {other.reason}")
+        print(f"left out: {other.candidate} at patch {other.patch}, size {other.size}: {other.reason}")
 
 
 def grid_cells(row: Row) -> list[str]:
@@ -168,7 +168,7 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
     from linvit.comparison.report.rows import settings
 
     ended = {*summary.done, *summary.earlier}
-    keys = {task.candidate_key for task in tasks}
+    keys = list(dict.fromkeys(task.candidate_key for task in tasks))
     found = settings(read([store.folder])) if ended or summary.failed else []
     by_key = {task.key: task for task in tasks}
     failed = [
@@ -181,20 +181,20 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
         return
     for setting in found:
         print_setting(setting, keys)
-    out = console()
     for failure in failed:
-        out.print(f"failed: {name(by_key[failure['key']])}: {failure['error']}", markup=False)
+        print(f"failed: {name(by_key[failure['key']])}: {failure['error']}")
     for note in store.notes:
-        out.print(note, markup=False)
+        print(note)
     if not summary.complete:
         lacking = f"{len(summary.failed)} of {len(tasks)} tasks failed"
         lacking += f", {len(summary.missing)} are missing" if summary.missing else ""
-        out.print(f"{lacking}: linvit compare -o {store.folder} --retry tries them again.", markup=False)
-    out.print(f"{len(ended)} result files in {store.folder}: linvit report {store.folder} makes a page of them.")
+        print(f"{lacking}: linvit compare -o {store.folder} --retry tries them again.")
+    print(f"{len(ended)} result files in {store.folder}: linvit report {store.folder} makes a page of them.")
 
 
-def print_setting(setting: Setting, keys: set[str]) -> None:
+def print_setting(setting: Setting, keys: list[str]) -> None:
     rows = [row for row in setting.rows if row.first.candidate_key in keys]
+    rows.sort(key=lambda row: keys.index(row.first.candidate_key))
     if not rows:
         return
     made = table(candidate=14, patch=-5, **{"top-1": -12, "to softmax": -14, "params M": -8, "MACs M": -7, "ms": -7})

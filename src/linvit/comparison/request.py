@@ -10,7 +10,7 @@ from typing import Any
 
 from linvit.comparison.grid import LeftOut, Task, from_result, in_order, survey
 from linvit.comparison.identity import describe_data
-from linvit.comparison.spec import Comparison, load
+from linvit.comparison.spec import PARTS, Comparison, load
 from linvit.comparison.store import Store
 from linvit.errors import LinvitError
 
@@ -49,12 +49,19 @@ def comparisons_of(source: str, changes: dict[str, Any], store: Store | None) ->
     if asked and not changes.keys() - set(PLACES):
         return [replace(comparison, **changes) for comparison in asked]
     if source:
-        found = load(source)
-        settings = (*found.settings, *changes.get("settings", ()))  # they add to the file's, the last one holds
-        return [replace(found, **{**changes, "settings": settings})]
+        return [changed(load(source), changes)]
     if not changes:
         raise LinvitError("say what to compare: a preset (linvit compare digits -o STORE), a file, or flags")
     return [Comparison(**changes)]
+
+
+def changed(comparison: Comparison, changes: dict[str, Any]) -> Comparison:
+    """The comparison with what the command line says, in all its parts. Settings add to those of the file."""
+    settings = (*comparison.settings, *changes.get("settings", ()))
+    told = [name for name in PARTS if name in changes and name != "settings"]
+    nothing: dict[str, Any] = dict.fromkeys(told)
+    also = tuple(replace(part, **nothing) for part in comparison.also)
+    return replace(comparison, **{**changes, "settings": settings, "also": also})
 
 
 def describe(comparison: Comparison, guess: bool) -> dict[str, Any]:

@@ -1,0 +1,170 @@
+"""`linvit compare` as a user sees it: grid, run, repeat, travel, and every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Outcome
+
+TINY = (
+    *("--model", "fair", "--model-arg", "width=8", "--model-arg", "depths=[1]", "--model-arg", "heads=[1]"),
+    *("--patch-sizes", "8", "--sizes", "32", "--recipe", "deit", "--data", "digits"),
+    *("--set", "epochs=1", "--set", "warmup_epochs=0", "--set", "batch_size=512", "--set", "precision=fp32"),
+    *("--set", "ema=none", "--set", "randaugment=none", "--set", "lr_batch=none"),
+)
+FILE = """
+data = "digits"
+settings = ["epochs=1", "warmup_epochs=0", "batch_size=512", "precision=fp32", "ema=none", "randaugment=none"]
+candidates = ["softmax", "stella"]
+seeds = [0, 1]
+patch_sizes = [8]
+sizes = [32]
+[architecture]
+model = "fair"
+width = 8
+depths = [1]
+heads = [1]
+[measure]
+sizes = [32]
+batch = 2
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    (tmp_path / "tiny.toml").write_text(FILE)
+    return str(tmp_path / "tiny.toml")
+
+
+def test_a_comparison_from_end_to_end(linvit: Callable[..., Outcome], tiny: str, tmp_path: Path) -> None:
+    store, other = str(tmp_path / "store"), str(tmp_path / "other")
+    grid = linvit("compare", tiny, "-o", store, "--dry-run", "--json").json
+    assert (grid["runs"], grid["left"], len(grid["timings"])) == (4, 4, 2)
+    assert grid["seconds"] > 0 and "few training steps" in grid["estimated"]
+    softmax, stella = grid["rows"]
+    assert softmax["macs"] > stella["macs"] and softmax["parameters"] == stella["parameters"]
+    assert not Path(store).exists(), "a dry run writes nothing"
+
+    first = linvit("compare", tiny, "-o", store, "--only", grid["rows"][0]["runs"][0]["key"], "--json")
+    assert first.code == 0 and len(first.json["done"]) == 1
+    shown = linvit("compare", "-o", store)
+    assert shown.code == 0, shown.err
+    assert "softmax" in shown.out and "6 result files" in shown.out and "[6/6]" in shown.err
+    again = linvit("compare", "-o", store, "--json").json
+    assert not again["done"] and len(again["earlier"]) == 6 and not again["failed"]
+    rows = {row["candidate"]: row for row in again["rows"]}
+    assert rows["stella"]["seeds"] == [0, 1] and rows["stella"]["milliseconds"] > 0
+    assert rows["stella"]["difference"] == pytest.approx(rows["stella"]["top1"] - rows["softmax"]["top1"])
+
+    grid = linvit("compare", "-o", store, "--dry-run", "--json").json
+    assert grid["left"] == 0 and "4 finished runs" in grid["estimated"]
+
+    packed = linvit("compare", "-o", store, "--pack", str(tmp_path / "store.tar"))
+    assert packed.code == 0 and "7 files" in packed.out
+    merged = linvit("compare", "-o", other, "--merge", str(tmp_path / "store.tar"))
+    assert merged.code == 0 and "4 runs, 2 speeds, 1 comparisons new" in merged.out
+    assert not linvit("compare", "-o", other, "--json").json["done"], "what came along is finished"
+
+    key = stella["runs"][1]["key"]
+    result = Path(store, "runs", f"{key}.json")
+    told = json.loads(result.read_text())
+    assert told["command"] == f"linvit compare {key}.json -o again"
+    repeated = linvit("compare", str(result), "-o", str(tmp_path / "again"), "--json").json
+    assert repeated["done"] == [key]
+    twice = json.loads(Path(tmp_path, "again", "runs", f"{key}.json").read_text())
+    assert twice["accuracy"]["correct"] == told["accuracy"]["correct"] and twice["identity"] == told["identity"]
+
+
+def test_flags_alone_and_a_failed_run(
+    linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linvit.comparison import running
+
+    real, wrong = running.execute, ["stella"]
+
+    def execute(task: Any, store: Any, **options: Any) -> dict[str, Any]:
+        if task.label["candidate"] in wrong:
+            raise RuntimeError("no luck today")
+        return real(task, store, **options)
+
+    monkeypatch.setattr(running, "execute", execute)
+    arguments = ("compare", *TINY, "--candidates", "softmax,stella", "-o", str(tmp_path))
+    outcome = linvit(*arguments)
+    assert outcome.code == 1
+    assert "failed: stella patch 8 32 px seed 0: RuntimeError: no luck today" in outcome.out
+    assert f"linvit compare -o {tmp_path} --retry tries them again" in outcome.out
+    failed = linvit("compare", "-o", str(tmp_path), "--json")
+    assert failed.code == 1 and [row["error"] for row in failed.json["failed"]] == ["RuntimeError: no luck today"] * 2
+    wrong.clear()
+    assert linvit("compare", "-o", str(tmp_path)).code == 1, "what failed is left alone"
+    assert linvit("compare", "-o", str(tmp_path), "--retry", "--json").code == 0
+
+
+def test_ctrl_c(linvit: Callable[..., Outcome], tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linvit.comparison import running
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "execute", interrupt)
+    outcome = linvit("compare", tiny, "-o", str(tmp_path / "s"), "--pack", str(tmp_path / "s.tar"))
+    assert outcome.code == 130 and "stopped: 0 of 6 tasks are finished, the same command goes on" in outcome.err
+    assert (tmp_path / "s.tar").exists(), "packed all the same"
+
+
+def test_presets_are_shown(linvit: Callable[..., Outcome]) -> None:
+    assert "imagenette" in linvit("compare", "--show").out.split()
+    text = linvit("compare", "--show", "digits").out
+    assert text.startswith("#") and 'data = "digits"' in text
+    assert linvit("compare", "digits", "--show", "--json").json["data"] == "digits"
+
+
+def test_the_grid_in_words(linvit: Callable[..., Outcome]) -> None:
+    outcome = linvit("compare", "paper", "--candidates", "softmax,stella,xca:lpi=true,variant=fair", "--dry-run")
+    assert outcome.code == 0
+    assert "6 runs, 6 of them left" in outcome.out and "not known without the data (imagenet)" in outcome.out
+    assert "28.27" in outcome.out and "8,803" in outcome.out, "the paper's parameters, and MACs without norms"
+    assert outcome.out.count("xca:lpi=true,variant=fair") == 2, "at both patch sizes"
+
+
+def test_flags_hold_in_all_parts(linvit: Callable[..., Outcome], tiny: str) -> None:
+    Path(tiny).write_text(FILE + '[[also]]\npatch_sizes = [4]\nseeds = [5]\ncandidates = ["qt"]\n')
+    counts = lambda *flags: linvit("compare", tiny, *flags, "--dry-run", "--json").json["runs"]  # noqa: E731
+    assert counts() == 2 * 2 + 1
+    assert counts("--candidates", "stella") == 2 + 1
+    assert counts("--patch-sizes", "8", "--seeds", "0") == 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("digit",), "unknown preset 'digit'; did you mean digits"),
+        (("digits", "--candidates", "softmax,stela"), "did you mean stella"),
+        (("digits", "--set", "epoch=1"), "did you mean epochs"),
+        (("digits", "--seeds", "a"), "expected whole numbers"),
+        (("digits", "--engine", "gpu"), "did you mean gpus"),
+        (("digits", "--engine", "local", "--per-gpu", "2"), "--per-gpu is for workers"),
+        (("digits", "--engine", "gpus", "--address", "x"), "Ray cluster"),
+        (("digits", "--model-arg", "width=3"), "give --model too"),
+        (("digits", "--only", "zz"), "no task has the key zz"),
+        (("imagenette",), "no data at imagenette128.tar"),
+        (("digits", "--teacher", "x"), "mode"),
+        ((), "say what to compare"),
+        (("nowhere.json",), "cannot read nowhere.json"),
+        (("--merge", "nowhere.tar"), "no store at nowhere.tar"),
+    ],
+)
+def test_mistakes(linvit: Callable[..., Outcome], tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    outcome = linvit("compare", *arguments, "-o", str(tmp_path / "store"))
+    assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1
+    assert not (tmp_path / "store" / "runs").exists()
+
+
+def test_where_results_go_must_be_said(linvit: Callable[..., Outcome]) -> None:
+    outcome = linvit("compare", "digits")
+    assert outcome.code == 2 and "-o runs/digits" in outcome.err
