@@ -164,3 +164,26 @@ def test_ctrl_c_stops_the_workers(tmp_path: Path) -> None:
     store, tasks = Store(tmp_path), [make_task(n, seconds=30) for n in (1, 2)]
     assert not any(store.claimed(task) for task in tasks) and not store.results("failure")
     assert len(Board(tasks, store).open()) == 2
+
+
+def test_several_processes_do_one_run_together(tmp_path: Path) -> None:
+    """As `accelerate launch` and `torchrun` start them: all work on the same run, one writes it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; from linvit.comparison.engines.choice import choose; from linvit.comparison.store import Store;"
+        "from tests.comparison.tasks import make_task, quick;"
+        "work = lambda task, store, device, watch: quick(task, store, device=device, shared=1, watch=watch);"
+        "summary = choose('auto')([make_task(1), make_task(2), make_task(3, 'speed')], Store(sys.argv[1]),"
+        "watch=lambda *_: None, execute=work); assert summary.complete and len(summary.done) == 2, summary"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    store = Store(tmp_path)
+    assert [result["key"] for result in store.results("run")] == sorted(make_task(n).key for n in (1, 2))
+    for task in (make_task(1), make_task(2)):
+        assert len({pid for what, key, pid, _ in log(tmp_path) if (what, key) == ("end", task.key)}) == 2
+        assert not store.claimed(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,17 +93,19 @@ def compare(
         store.ask(comparison)
     from linvit.cli.compare_output import print_summary, screen
 
+    first = os.environ.get("RANK", "0") == "0"  # of the processes that `accelerate launch` starts, one speaks
     try:
-        with screen(tasks, store, not as_json) as watch:
+        with screen(tasks, store, first and not as_json) as watch:
             summary = work(tasks, store, watch=watch, retry=retry)
     except KeyboardInterrupt:
         done = sum(store.finished(task) for task in tasks)
         typer.echo(f"stopped: {done} of {len(tasks)} tasks are finished, the same command goes on", err=True)
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        if pack is not None:
+        if pack is not None and first:
             store.pack(pack, work=True)
-    print_summary(tasks, store, summary, as_json)
+    if first:
+        print_summary(tasks, store, summary, as_json)
     if not summary.complete:
         raise typer.Exit(1)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
@@ -27,7 +28,8 @@ def run(
     execute: Execute = real_execute,
 ) -> Summary:
     """Do the runs one after another, all processes at each. What others work on is left to them."""
-    state = PartialState()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    state = PartialState(cpu=device == "cpu")
     board = Board([task for task in tasks if task.kind != "speed"], store, retry=retry)
     tried: set[str] = set()
     while True:
@@ -38,7 +40,7 @@ def run(
             return board.summary()
         tried.add(said[0])
         task = board.by_key[said[0]]
-        work(task, store, claim, watch if state.is_main_process else quiet, execute)
+        work(task, store, claim, watch, execute, device)
         state.wait_for_everyone()
 
 
@@ -51,11 +53,11 @@ def next_task(board: Board, store: Store, tried: set[str]) -> tuple[Task | None,
     return None, None
 
 
-def work(task: Task, store: Store, claim: Claim | None, watch: Watch, execute: Execute) -> None:
+def work(task: Task, store: Store, claim: Claim | None, watch: Watch, execute: Execute, device: str) -> None:
     """Do a task; who holds the claim writes it down. An error ends the other processes, which would wait for ever."""
     try:
         watch(task, {"kind": "start"})
-        result = execute(task, store, watch=lambda record: watch(task, record))
+        result = execute(task, store, device=device, watch=lambda record: watch(task, record))
         if claim is not None:
             store.write(task, result)
             watch(task, {"kind": "done"})
@@ -66,7 +68,3 @@ def work(task: Task, store: Store, claim: Claim | None, watch: Watch, execute: E
     finally:
         if claim is not None:
             claim.release()
-
-
-def quiet(task: Task, record: dict[str, Any]) -> None:
-    """Only the first process speaks."""
