@@ -242,7 +242,7 @@ def _time(
     row: dict[str, Any] = {"peak_bytes": clock.peak_memory(calls[0], device), "input_sets": len(sets)}
     if device.type == "cuda":
         row["graph_ms"] = asdict(clock.graph(calls, budget=budget))
-        row["eager_ms"] = asdict(clock.eager(calls, device, budget=max(0.015, budget / 4)))
+        row["eager_ms"] = asdict(clock.eager(calls, device, budget=max(0.015, budget / 4), least=2))
     else:
         row["eager_ms"] = asdict(clock.eager(calls, device, budget=budget))
     return row
