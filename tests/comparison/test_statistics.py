@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -17,6 +17,7 @@ from linvit.errors import LinvitError
 accuracies = st.floats(0, 100, allow_nan=False)
 
 
+@settings(deadline=None)
 @given(st.lists(accuracies, min_size=2, max_size=8))
 def test_interval_is_students(values: list[float]) -> None:
     found = estimate(values)
@@ -79,6 +80,7 @@ def test_one_shared_seed_without_images_says_nothing_of_its_error() -> None:
     assert found is not None and found.mean == 2.0 and found.interval is None and not found.clear
 
 
+@settings(deadline=None)
 @given(st.floats(0.2, 3), st.floats(1e-3, 1e3), st.integers(2, 7))
 def test_exponent_of_a_power_is_found(exponent: float, factor: float, points: int) -> None:
     x = [2.0**i for i in range(points)]
@@ -111,6 +113,7 @@ def test_exponent_needs_two_sizes() -> None:
 points = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12)
 
 
+@settings(deadline=None)
 @given(points)
 def test_front_is_what_nobody_beats(found: list[tuple[int, int]]) -> None:
     costs, gains = [cost for cost, _ in found], [gain for _, gain in found]
@@ -126,6 +129,7 @@ def test_front_is_what_nobody_beats(found: list[tuple[int, int]]) -> None:
     assert [costs[i] for i in front] == sorted(costs[i] for i in front)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=3, max_size=9))
 def test_kendall_counts_pairs(pairs: list[tuple[int, int]]) -> None:
     a, b = [x for x, _ in pairs], [y for _, y in pairs]

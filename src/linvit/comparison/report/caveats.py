@@ -95,7 +95,9 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
     if not results.timings:
         found.append("No speed was measured: latency, memory and exponents are empty.")
     if results.failures:
-        found.append(f"{len(results.failures)} tasks failed, and what they would have measured is missing.")
+        number = len(results.failures)
+        failed = "1 task failed" if number == 1 else f"{number} tasks failed"
+        found.append(f"{failed}, and what would have been measured is missing.")
     return found + results.notes
 
 

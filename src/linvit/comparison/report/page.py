@@ -24,7 +24,7 @@ from linvit.comparison.report.rows import BASELINE
 from linvit.comparison.report.wording import listing
 from linvit.version import __version__
 
-SCRIPTS = ("base", "plot", "pareto", "growth", "table", "main")
+SCRIPTS = ("base", "marks", "plot", "points", "pareto", "growth", "learning", "picks", "table", "runs", "main")
 
 
 def render(contents: Contents) -> str:
