@@ -48,7 +48,10 @@ def test_commands_exist(document: Path) -> None:
 
 @pytest.mark.parametrize(
     "document",
-    [ROOT / "README.md", *(ROOT / "docs" / name for name in ("index.md", "conversion.md", "training.md"))],
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs" / name for name in ("index.md", "conversion.md", "training.md", "comparison.md")),
+    ],
     ids=lambda path: path.name,
 )
 def test_examples_run(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
