@@ -154,7 +154,7 @@ def test_axes_device_and_resolution(visit: Visit) -> None:
     visit.page.select_option("#size", "512")
     assert visit.column("latency") != before
     assert "at 512 px" in visit.page.inner_text("#pareto-caption")
-    visit.page.select_option("#device", label="CPU AMD EPYC 9654, 16 cores")
+    visit.page.select_option("#device", label="CPU AMD EPYC 9654, 16 cores, bf16")
     assert "CPU AMD EPYC" in visit.page.inner_text("#pareto-caption")
     assert "not measured" in visit.page.inner_text("#memory")
 
@@ -191,6 +191,18 @@ def test_rows_open_to_config_and_command(browser: Any, page_file: Path) -> None:
     assert visit.page.evaluate("navigator.clipboard.readText()") == command
     opener.click()
     assert visit.page.locator("tr.more").count() == 0
+    visit.context.close()
+    assert visit.complaints == []
+
+
+def test_a_link_to_a_run_opens_its_row(browser: Any, page_file: Path) -> None:
+    visit = Visit(browser, page_file)
+    data = visit.page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+    row = next(row for row in data["rows"] if row["setting"] == 1 and row["candidate"] == "qt" and row["patch"] == 8)
+    visit.page.evaluate("key => { location.hash = 'run-' + key; }", row["runs"][0]["key"])
+    run = visit.page.locator(f"#run-{row['runs'][0]['key']}")
+    run.wait_for(state="visible")
+    assert "Seed 0" in run.inner_text() and visit.page.input_value("#setting") == "1"
     visit.context.close()
     assert visit.complaints == []
 

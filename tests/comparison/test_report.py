@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,18 @@ def test_speeds_join_by_candidate(scratch: Contents) -> None:
     softmax = next(s for s in row_of(scratch, "softmax").speeds if s.same_clock(many))
     assert many.memory is not None and softmax.memory is not None
     assert many.memory.exponent == pytest.approx(1, abs=0.05) and softmax.memory.exponent > 1.3
+
+
+def test_speeds_of_other_precisions_do_not_mix(tmp_path: Path) -> None:
+    store = write_store(tmp_path, mechanisms=["softmax", "qt"], patches=[4], devices=["cuda"])
+    for path in list(store.glob("speeds/*.json")):
+        data = json.loads(path.read_text())
+        for row in data["rows"]:
+            row.update(precision="fp32", compiled=True)
+        data["key"] = data["key"][::-1]
+        (store / "speeds" / f"{data['key']}-h200.json").write_text(json.dumps(data))
+    row = row_of(gather([store]), "qt")
+    assert {speed.chip for speed in row.speeds} == {"NVIDIA H200, bf16", "NVIDIA H200, fp32, compiled"}
 
 
 def test_speeds_join_by_structure_where_the_key_does_not(tmp_path: Path) -> None:
@@ -217,8 +230,23 @@ def test_the_fair_comparisons_order_is_beside_ours(scratch: Contents) -> None:
     first = next(place for place in fine.places if place.label == "SA-4")
     assert (first.theirs.accuracy, first.their_rank, first.row.name) == ("81.80", 1, "softmax")
     assert next(p for p in fine.places if p.label == "LPI-4").row.name == "xca:variant=fair,lpi=true"
+    assert len(fine.by_seed) == 3 and len(coarse.by_seed) == 1
     printed = [row.label.rpartition("-")[0] for section in TABLES["fair"].sections[:2] for row in section.rows]
     assert set(printed) == set(FAIR)
+
+
+def test_pairs_that_are_told_apart_agree_with_the_paper_or_not(scratch: Contents) -> None:
+    fine, _ = rankings(scratch.settings[0])
+    agreeing, contrary = 0, []
+    for a, b in combinations(fine.places, 2):
+        found = paired_difference([run.right for run in a.row.runs], [run.right for run in b.row.runs])
+        if found.interval[0] > 0 or found.interval[1] < 0:
+            same = (found.mean > 0) == (float(a.theirs.accuracy) > float(b.theirs.accuracy))
+            agreeing += same
+            contrary += [] if same else [{a.row.name, b.row.name}]
+    assert fine.agreeing == agreeing > 10
+    assert [set(pair) for pair in fine.contrary] == contrary
+    assert f"{agreeing} in the paper's order, {len(contrary)} against it" in fine.verdict()
 
 
 def test_the_papers_claims_are_beside_ours(scratch: Contents) -> None:
@@ -234,7 +262,7 @@ def test_qt_is_compared_with_relu_linear(tmp_path: Path) -> None:
     found = [claim for claim in claims(main_rows(contents.settings[0])) if claim.paper == "QT-ViT"]
     assert len(found) == 6 and found[0].theirs == pytest.approx(0.21)
     ours = row_of(contents, "qt").top1.mean - row_of(contents, "relu_linear").top1.mean
-    assert found[0].difference == pytest.approx(ours)
+    assert found[0].difference == pytest.approx(ours) and found[0].interval is not None
 
 
 def test_caveats_say_what_the_files_call_for(scratch: Contents) -> None:

@@ -82,12 +82,12 @@ def main_rows(setting: Setting) -> list[Row]:
 
 def clocks(rows: Sequence[Row]) -> list[Speed]:
     """One speed of each chip and batch that softmax, or else anyone, was timed with: CUDA and throughput first."""
-    found: dict[tuple[str, str, bool], Speed] = {}
+    found: dict[tuple[str, bool], Speed] = {}
     for row in sorted(rows, key=lambda row: row.first.candidate != BASELINE):
         for speed in row.speeds:
             if speed.what == "inference":
-                found.setdefault((speed.device, speed.hardware, speed.many), speed)
-    return sorted(found.values(), key=lambda speed: (speed.device == "cpu", not speed.many, speed.hardware))
+                found.setdefault((speed.chip, speed.many), speed)
+    return sorted(found.values(), key=lambda speed: (speed.device == "cpu", not speed.many, speed.chip))
 
 
 def picks(rows: Sequence[Row], clock: Speed, tolerance: float) -> Ladder:

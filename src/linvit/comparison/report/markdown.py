@@ -90,7 +90,7 @@ def front(rows: Sequence[Row]) -> str:
 def at_own_size(row: Row, *, many: bool) -> Timing | None:
     """Its inference on the first chip, at the size it was trained at or the least there is."""
     found = [s for s in row.speeds if s.what == "inference" and s.many == many]
-    ladder = min(found, key=lambda s: (s.device == "cpu", s.hardware)).ladder if found else ()
+    ladder = min(found, key=lambda s: (s.device == "cpu", s.chip)).ladder if found else ()
     return next((t for t in ladder if t.size == row.first.size), ladder[0] if ladder else None)
 
 
@@ -118,14 +118,13 @@ def told(timing: Timing | None) -> str:
 
 
 def ranking(found: Ranking) -> str:
-    title = f"The Fair Comparison's order ({found.section.lower()}, theirs) beside ours (patches of {found.patch})"
-    if found.ranks:
-        title += f": Kendall's τ = {minus(f'{found.ranks.tau:.2f}')}, p = {found.ranks.p_value:.2g}"
+    title = f"The Fair Comparison's order ({found.section.lower()}, theirs) beside ours (patches of {found.patch})."
     lines = (
         [p.row.name, p.label, p.theirs.accuracy, str(p.their_rank), f"{p.row.top1.mean:.2f}", str(p.our_rank)]
         for p in sorted(found.places, key=lambda place: place.their_rank)
     )
-    return f"{title}.\n\n{table(['candidate', 'theirs', 'their top-1', 'rank', 'our top-1', 'rank'], lines)}"
+    heads = ["candidate", "theirs", "their top-1", "rank", "our top-1", "rank"]
+    return f"{title} {plain(found.verdict())}\n\n{table(heads, lines)}"
 
 
 def claims_table(claimed: Sequence[Claim]) -> str:

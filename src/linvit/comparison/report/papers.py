@@ -9,7 +9,6 @@ from linvit.comparison.report.answer import main_rows
 from linvit.comparison.report.published import Claim, Ranking, claims, rankings
 from linvit.comparison.report.rows import Setting
 from linvit.comparison.report.wording import interval, minus, short
-from linvit.comparison.statistics import Ranks
 
 Cell = str | tuple[str, str]  # what it says, escaped; or a class and that
 
@@ -55,18 +54,7 @@ def ranking_html(ranking: Ranking) -> str:
     ]
     title = f"The Fair Comparison, {ranking.section.lower()}, beside our patches of {ranking.patch}"
     beside = f'<div class="beside">{table_html(heads, rows)}{slopes(ranking)}</div>'
-    return f"<h3>{escape(title)}</h3><p>{agreement(ranking.ranks)}</p>{beside}"
-
-
-def agreement(ranks: Ranks | None) -> str:
-    if ranks is None:
-        return "Too few mechanisms are shared to compare the order."
-    order = "the orders agree more than not" if ranks.tau > 0 else "the orders do not agree"
-    sure = "hardly" if ranks.p_value < 0.05 else "easily"
-    return (
-        f"Kendall's τ = {minus(f'{ranks.tau:.2f}')} over {ranks.count} mechanisms (p = {ranks.p_value:.2g}): {order},"
-        f" and chance alone would {sure} bring that about."
-    )
+    return f"<h3>{escape(title)}</h3><p>{escape(ranking.verdict())}</p>{beside}"
 
 
 def slopes(ranking: Ranking) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
-from linvit.comparison.report.rows import Row, Setting
+from linvit.comparison.report.rows import Row, Setting, paired
+from linvit.comparison.report.wording import listing, minus
 from linvit.comparison.statistics import Ranks, kendall
 from linvit.measurement.published import TABLES
 from linvit.measurement.published.castling import BY_MOBILE  # another paper's number: not Castling's own claim
@@ -66,6 +67,25 @@ class Ranking:
     patch: int  # ours
     places: tuple[Place, ...]
     ranks: Ranks | None
+    by_seed: tuple[float, ...]  # tau of each seed on its own
+    agreeing: int  # pairs that our runs tell apart, in their order
+    contrary: tuple[tuple[str, str], ...]  # pairs that our runs tell apart, against their order; our better one first
+
+    def verdict(self) -> str:
+        """Whether the orders agree, and how sure that is."""
+        if self.ranks is None:
+            return "Too few mechanisms are shared to compare the order."
+        text = f"Kendall's τ = {minus(f'{self.ranks.tau:.2f}')} over {self.ranks.count} mechanisms"
+        text += f" (p = {self.ranks.p_value:.2g}"
+        if len(self.by_seed) > 1:
+            text += minus(f"; seed by seed {min(self.by_seed):.2f} to {max(self.by_seed):.2f}")
+        pairs = len(self.places) * (len(self.places) - 1) // 2
+        text += (
+            f"). Of {pairs} pairs our runs tell {self.agreeing + len(self.contrary)} apart, each by its own paired 95 %"
+        )
+        text += f" interval: {self.agreeing} in the paper's order, {len(self.contrary)} against it"
+        against = listing([f"{better} over {worse}" for better, worse in self.contrary])
+        return f"{text} ({against})." if against else f"{text}."
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
@@ -89,9 +109,9 @@ def claim(paper: str, mechanism: str, model: str, against: str, theirs: float, n
     base = next((row for row in rows if row.first.candidate == against), None)
     if ours is None or base is None:
         return Claim(paper, mechanism, model, against, theirs, None, None, None, note)
-    if ours.baseline is base and ours.delta is not None:
-        return Claim(paper, mechanism, model, against, theirs, ours, ours.delta.mean, ours.delta.interval, note)
-    return Claim(paper, mechanism, model, against, theirs, ours, ours.top1.mean - base.top1.mean, None, note)
+    found = paired(ours, base)
+    mean = ours.top1.mean - base.top1.mean if found is None else found.mean
+    return Claim(paper, mechanism, model, against, theirs, ours, mean, found.interval if found else None, note)
 
 
 def rankings(setting: Setting) -> list[Ranking]:
@@ -107,12 +127,35 @@ def rankings(setting: Setting) -> list[Ranking]:
         pairs = [(printed, found) for printed in section.rows if (found := same(printed, rows)) is not None]
         if len(pairs) < 3:
             continue
-        theirs, ours = [number(printed) or 0.0 for printed, _ in pairs], [row.top1.mean for _, row in pairs]
-        both = tuple(
-            Place(printed.label, printed, row, rank(theirs, i), rank(ours, i)) for i, (printed, row) in enumerate(pairs)
-        )
-        made.append(Ranking(section.title, rows[0].first.patch, both, kendall(theirs, ours)))
+        made.append(compare(section.title, pairs))
     return made
+
+
+def compare(section: str, pairs: Sequence[tuple[Printed, Row]]) -> Ranking:
+    theirs, ours = [number(printed) or 0.0 for printed, _ in pairs], [row.top1.mean for _, row in pairs]
+    places = [
+        Place(printed.label, printed, row, rank(theirs, i), rank(ours, i)) for i, (printed, row) in enumerate(pairs)
+    ]
+    seeds = set.intersection(*(set(row.seeds) for _, row in pairs))
+    alone = [kendall(theirs, [row.at(seed) for _, row in pairs]) for seed in sorted(seeds)]
+    agreeing, contrary = 0, []
+    for a, b in combinations(places, 2):
+        found = paired(a.row, b.row)
+        if found is None or not found.clear or a.their_rank == b.their_rank:
+            continue
+        if (found.mean > 0) == (a.their_rank < b.their_rank):
+            agreeing += 1
+        else:
+            contrary.append((a.row.name, b.row.name) if found.mean > 0 else (b.row.name, a.row.name))
+    return Ranking(
+        section,
+        pairs[0][1].first.patch,
+        tuple(places),
+        kendall(theirs, ours),
+        tuple(ranks.tau for ranks in alone if ranks is not None),
+        agreeing,
+        tuple(contrary),
+    )
 
 
 def same(printed: Printed, rows: Sequence[Row]) -> Row | None:

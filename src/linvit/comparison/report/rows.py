@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from linvit.comparison.report.reading import Results, Run, Timing, average, digest, family_of
+from linvit.comparison.report.reading import Results, Run, Timing, average, family_of
 from linvit.comparison.statistics import Difference, Estimate, Fit, difference, estimate, fit_exponent
 
 BASELINE = "softmax"
@@ -21,20 +21,16 @@ class Speed:
     """A candidate on one chip, in one pass, one image at a time or many: its ladder and how it grows."""
 
     device: str
-    hardware: str
+    chip: str  # with precision and whether compiled: what a time must not be compared without
     what: str
     many: bool  # the batch of throughput, not one image
     ladder: tuple[Timing, ...]  # by tokens
     time: Fit | None
     memory: Fit | None
 
-    @property
-    def chip(self) -> str:
-        return chip_name(self.device, self.hardware)
-
     def same_clock(self, other: Speed) -> bool:
         """Whether two candidates were timed on the same chip in the same way."""
-        ours, theirs = ((s.device, s.hardware, s.what, s.many) for s in (self, other))
+        ours, theirs = ((s.chip, s.what, s.many) for s in (self, other))
         return ours == theirs
 
 
@@ -70,6 +66,10 @@ class Row:
     @property
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
+
+    def at(self, seed: int) -> float:
+        """Top-1 of one seed."""
+        return next(run.top1 for run in self.runs if run.seed == seed)
 
     @property
     def tokens(self) -> int | None:
@@ -170,15 +170,20 @@ def add_differences(rows: Sequence[Row]) -> None:
             add_difference_to_teacher(row)
             continue
         row.baseline, row.against = base, "the teacher" if base.is_teacher else BASELINE
-        theirs = {run.seed: run for run in base.runs}
-        if base.is_teacher:  # one teacher, whatever the seed of those that learnt from it
-            theirs = dict.fromkeys(row.seeds, base.first)
-        row.delta = difference(
-            {run.seed: run.top1 for run in row.runs},
-            {seed: run.top1 for seed, run in theirs.items()},
-            {run.seed: run.right for run in row.runs if run.right is not None},
-            {seed: run.right for seed, run in theirs.items() if run.right is not None},
-        )
+        row.delta = paired(row, base)
+
+
+def paired(row: Row, base: Row) -> Difference | None:
+    """How much better a row is than another, seed by seed and image by image."""
+    theirs = {run.seed: run for run in base.runs}
+    if base.is_teacher:  # one teacher, whatever the seed of those that learnt from it
+        theirs = dict.fromkeys(row.seeds, base.first)
+    return difference(
+        {run.seed: run.top1 for run in row.runs},
+        {seed: run.top1 for seed, run in theirs.items()},
+        {run.seed: run.right for run in row.runs if run.right is not None},
+        {seed: run.right for seed, run in theirs.items() if run.right is not None},
+    )
 
 
 def add_difference_to_teacher(row: Row) -> None:
@@ -200,34 +205,26 @@ def add_speeds(rows: Sequence[Row], timings: Sequence[Timing]) -> None:
 def speeds(timings: Iterable[Timing]) -> list[Speed]:
     ladders: dict[tuple[str, str, str, bool], dict[int, Timing]] = defaultdict(dict)
     for timing in sorted(timings, key=lambda t: (t.tokens, t.batch)):
-        which = timing.device, timing.hardware, timing.what, timing.batch > 1
-        ladders[which].setdefault(timing.size, timing)
+        ladders[timing.device, chip_of(timing), timing.what, timing.batch > 1].setdefault(timing.size, timing)
     return [speed(*which, tuple(ladder.values())) for which, ladder in sorted(ladders.items())]
 
 
-def speed(device: str, hardware: str, what: str, many: bool, ladder: tuple[Timing, ...]) -> Speed:
+def speed(device: str, chip: str, what: str, many: bool, ladder: tuple[Timing, ...]) -> Speed:
     timed = [t for t in ladder if t.median is not None]
     held = [t for t in ladder if t.peak_bytes is not None]
     time = fit_exponent([t.tokens for t in timed], [(t.median or 0) / t.batch for t in timed])
     memory = fit_exponent([t.tokens for t in held], [(t.peak_bytes or 0) / t.batch for t in held])
-    return Speed(device, hardware, what, many, ladder, time, memory)
+    return Speed(device, chip, what, many, ladder, time, memory)
 
 
-def chip_name(device: str, hardware: str) -> str:
-    """A chip as people name it, without the maker's ornaments."""
+def chip_of(timing: Timing) -> str:
+    """A chip as people name it, without the maker's ornaments, and how it was used."""
+    name = timing.hardware
     for ornament in ("(R)", "(TM)", " Processor", " CPU", " with Radeon Graphics"):
-        hardware = hardware.replace(ornament, "")
-    hardware = re.sub(r" \d+-Core\b", "", hardware)
-    return f"CPU {hardware}" if device == "cpu" else hardware
-
-
-def environments(results: Results) -> dict[str, dict[str, object]]:
-    """The distinct environments of all files, by a digest; when and by which command is the run's own."""
-    found = {}
-    for data in [run.data for run in [*results.runs, *results.teachers.values()]] + results.speeds:
-        stripped = stripped_environment(data)
-        found[digest(stripped)] = stripped
-    return found
+        name = name.replace(ornament, "")
+    name = re.sub(r" \d+-Core\b", "", name)
+    used = [timing.precision] if timing.precision else []
+    return ", ".join([f"CPU {name}" if timing.device == "cpu" else name, *used, *["compiled"][: timing.compiled]])
 
 
 def stripped_environment(data: dict[str, object]) -> dict[str, object]:

@@ -110,6 +110,16 @@ byId("theme").addEventListener("click", () => {
 });
 setTheme(rememberedTheme());
 
+// A link to a run opens its row.
+function followLink() {
+  const key = location.hash.replace("#run-", "");
+  const id = D.rows.findIndex(({ runs }) => runs.some((run) => run.key === key));
+  if (id < 0) return;
+  Object.assign(state, { setting: D.rows[id].setting, patch: "" });
+  open.add(id);
+  changed();
+  byId(`run-${key}`).scrollIntoView();
+}
 function drawAgain() {
   drawPareto();
   drawGrowth();
@@ -132,6 +142,8 @@ if (D.rows.length) {
   drawFilter();
   drawPicks();
   changed();
+  followLink();
+  addEventListener("hashchange", followLink);
   addEventListener("resize", () => {
     clearTimeout(waiting);
     waiting = setTimeout(resized, 120);

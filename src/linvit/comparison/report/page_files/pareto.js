@@ -45,8 +45,8 @@ const COSTS = {
 const GAINS = {
   top1: { name: "Top-1 accuracy", title: "top-1, %", of: (row) => row.top1, ends: (row) => row.ends, write: percent },
   delta: {
-    name: "Difference to softmax",
-    title: "top-1 against softmax, points",
+    name: "Difference to the baseline",
+    title: "top-1 against the baseline, points",
     of: (row) => (row.delta ? row.delta.mean : row.candidate === "softmax" ? 0 : null),
     ends: (row) => row.delta && row.delta.ends,
     write: signed,

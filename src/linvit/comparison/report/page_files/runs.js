@@ -38,12 +38,12 @@ function pairsOf(row) {
 }
 function aRun(row, run) {
   const environment = D.environments[run.environment], config = { seed: run.seed, ...D.configs[run.config] };
-  const about = [`${percent(run.top1, 2)} %`, run.key, environment.hardware, run.when, seconds(run.seconds)];
-  const title = row.teacher ? "Teacher " : `Seed ${run.seed} `;
+  const about = [`${percent(run.top1, 2)} %`, environment.hardware, run.when, seconds(run.seconds), ""];
+  const title = row.teacher ? "Teacher " : `Seed ${run.seed} `, link = el("a", { href: `#run-${run.key}` }, run.key);
   return el(
     "div",
     { class: "run", id: `run-${run.key}` },
-    el("h4", {}, title, el("span", {}, about.filter(Boolean).join(" · "))),
+    el("h4", {}, title, el("span", {}, about.filter(known).join(" · "), link)),
     command(run.command),
     run.conversion ? el("p", { class: "pm" }, run.conversion) : null,
     el("details", {}, el("summary", {}, "Config"), el("pre", {}, listed(config))),

@@ -8,7 +8,7 @@ const COLUMNS = [
   { id: "size", head: "Size\npx", of: (row) => row.size, write: whole },
   { id: "tokens", head: "Tokens", of: (row) => row.tokens, write: whole },
   { id: "top1", head: "Top-1\n% ±", of: (row) => row.top1, cell: topCell, hint: "Mean over seeds, its 95 % interval" },
-  { id: "delta", head: "Δ softmax\npoints, 95 %", of: (row) => GAINS.delta.of(row), cell: deltaCell, hint: "Paired" },
+  { id: "delta", head: deltaHead, of: (row) => GAINS.delta.of(row), cell: deltaCell, hint: "Paired by seed and image" },
   { id: "zero_shot", head: "Zero-shot\n%", of: (row) => row.conversion.zero_shot, write: percent, mode: "distil" },
   { id: "agreement", head: "Agrees\n%", of: (row) => row.conversion.agreement, write: percent, mode: "distil" },
   { id: "kl", head: "KL\nnats", of: (row) => row.conversion.kl, mode: "distil" },
@@ -48,6 +48,10 @@ function timedCell(timing, { value, write = even }) {
   if (!timing) return "–";
   if (known(timing.median)) return write(value(timing));
   return muted(/memory/.test(timing.note) ? "OOM" : "–", timing.note);
+}
+function deltaHead() {
+  const teacher = rowsNow().some(({ delta }) => delta && delta.against !== "softmax");
+  return `Δ ${teacher ? "teacher" : "softmax"}\npoints, 95 %`;
 }
 function deltaCell(row) {
   if (!row.delta) return muted(row.teacher ? "teacher" : row.candidate === "softmax" ? "baseline" : "–");
@@ -107,7 +111,7 @@ function headCell(column) {
   return el(
     "th",
     { scope: "col", class: column.id === "name" ? null : "r", "aria-sort": sorted },
-    el("button", attributes, column.head),
+    el("button", attributes, typeof column.head === "string" ? column.head : column.head()),
   );
 }
 function aboutTable(rows, columns) {
