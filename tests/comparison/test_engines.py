@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from linvit.comparison.engines import Board, gpus, local
 from linvit.comparison.grid import Task
 from linvit.comparison.store import Store
 from tests.comparison.tasks import log, make_result, make_task, quick
+
+FORK = multiprocessing.get_context("fork")
 
 
 class Heard:
@@ -86,26 +89,29 @@ def test_a_result_that_does_not_count_is_not_tried_for_ever(tmp_path: Path) -> N
     assert local.run([task], store, watch=Heard(), execute=odd).missing == (task.key,)
 
 
+def hold(folder: str, pipe: Any) -> None:
+    claim = Store(folder).claim(make_task(2))
+    pipe.send("held" if claim is not None else "no")
+    time.sleep(60)
+
+
 def test_waits_for_what_others_do_and_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linvit.comparison.engines.POLL", 0.05)
     store, mine, theirs = Store(tmp_path), make_task(1), make_task(2)
-    code = (
-        "import sys, time; from linvit.comparison.store import Store; from tests.comparison.tasks import make_task;"
-        "claim = Store(sys.argv[1]).claim(make_task(2)); print('held', flush=True); time.sleep(60)"
-    )
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None and other.stdout.readline() == "held\n"
+    ours, pipe = FORK.Pipe()
+    other = FORK.Process(target=hold, args=(str(tmp_path), pipe))
+    other.start()
+    assert ours.recv() == "held"
     heard = Heard()
 
     def kill_then(task: Task, record: dict[str, Any]) -> None:
         heard(task, record)
         if (task.key, record["kind"]) == (mine.key, "done"):
             other.kill()
-            other.wait()
+            other.join()
 
     summary = local.run([theirs, mine], store, watch=kill_then, execute=quick)
     assert summary.complete and [name for name, kind in heard.events if kind == "done"] == ["c1", "c2"]
-    other.stdout.close()
 
 
 def test_workers_share_the_tasks_and_speeds_come_alone(tmp_path: Path) -> None:

@@ -107,7 +107,12 @@ def test_keys_are_the_same_in_another_process() -> None:
         "print(*(task.key for task in expand(TINY)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "7"},
+        cwd=Path(__file__).parents[2],
     )
     assert done.stdout.split() == [task.key for task in expand(TINY)]
 
@@ -182,5 +187,8 @@ def test_a_result_file_is_a_description() -> None:
     again = from_result({"identity": run.identity, "label": run.label}, run.places)
     assert again == [teacher, run]
     assert Task.from_dict(run.to_dict()) == run
+    assert run.command == f"linvit compare {run.key}.json -o again"
+    moved = replace(run, places={"data": "my photos", "root": "/data"})
+    assert moved.command == f"linvit compare {run.key}.json -o again --data 'my photos' --root /data"
     with pytest.raises(LinvitError, match="no result file"):
         from_result({"identity": {}}, {})

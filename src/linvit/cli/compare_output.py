@@ -110,13 +110,14 @@ def bars(tasks: Sequence[Task], store: Store, errors: Any) -> Iterator[Watch]:
 
         def watch(task: Task, record: dict[str, Any]) -> None:
             kind = record["kind"]
-            if kind == "start":
-                running[task.key] = shown.add_task(name(task), total=None, text="")
-            elif kind in ("done", "failed", "lost"):
-                shown.remove_task(running.pop(task.key))
+            if kind in ("done", "failed", "lost"):
+                if task.key in running:
+                    shown.remove_task(running.pop(task.key))
                 finished.update([task.key] if kind == "done" else [])
-                errors.print(ended(task, record, store))
-            elif kind == "train":
+                errors.print(ended(task, record, store), markup=False)
+            elif task.key not in running:
+                running[task.key] = shown.add_task(name(task), total=None, text="")
+            if kind == "train":
                 shown.update(running[task.key], total=record["steps"], completed=record["step"])
             elif kind == "eval":
                 text = f"epoch {record['epoch']:.0f}  top-1 {record['top1']:.2f}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from shlex import quote
 from typing import Any
 
 import timm
@@ -44,10 +45,9 @@ class Task:
     @property
     def command(self) -> str:
         """What does it again from its result file alone."""
-        data = f" --data {self.places['data']}" if self.places.get("data", "digits") != "digits" else ""
-        root = f" --root {self.places['root']}" if self.places.get("root") else ""
-        teacher = f" --teacher {self.places['teacher']}" if self.places.get("teacher") else ""
-        return f"linvit compare {self.key}.json -o again{data}{root}{teacher}"
+        told = {name: place for name, place in self.places.items() if (name, place) != ("data", "digits")}
+        flags = "".join(f" --{name} {quote(place)}" for name, place in told.items())
+        return f"linvit compare {self.key}.json -o again{flags}"
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "needs": list(self.needs)}

@@ -77,7 +77,7 @@ class Store:
         """What went wrong with a task, oldest first."""
         read = (self.read(path) for path in (self.folder / "failures").glob(f"{key}-*.json"))
         found = [failure for failure in read if failure is not None]
-        return sorted(found, key=lambda failure: (failure["attempt"], failure["environment"]["time"]))
+        return sorted(found, key=lambda failure: (failure.get("attempt", 0), str(failure["environment"].get("time"))))
 
     def comparisons(self) -> list[Comparison]:
         """What was asked for, oldest first."""

@@ -58,13 +58,27 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
 
 
+@contextmanager
+def visible(gpu: str | None) -> Iterator[None]:
+    """Processes started meanwhile see this GPU alone."""
+    before = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = gpu or ""
+    try:
+        yield
+    finally:
+        del os.environ[VISIBLE]
+        os.environ.update({} if before is None else {VISIBLE: before})
+
+
 class Crew:
     """The worker processes, and who works on what."""
 
     def __init__(self, board: Board, watch: Watch, execute: Execute) -> None:
         self.board, self.watch, self.execute = board, watch, execute
-        self.context = multiprocessing.get_context("forkserver")  # which has imported torch, but never touched CUDA
-        self.context.set_forkserver_preload([__name__])
+        # Forks of a process that has imported torch start faster, but must not meet CUDA.
+        self.context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        if not torch.cuda.is_available():
+            self.context.set_forkserver_preload([__name__])
         self.workers: dict[Connection, tuple[Any, str | None, float]] = {}
         self.busy: dict[Connection, str] = {}
         self.losses: Counter[str] = Counter()
@@ -97,7 +111,8 @@ class Crew:
             target=work_on,
             args=(theirs, self.board.tasks, self.tasks, self.board.forgiven, self.execute, settings),
         )
-        process.start()
+        with visible(gpu):
+            process.start()
         theirs.close()
         self.workers[ours] = (process, gpu, offset)
 
@@ -171,7 +186,6 @@ def work_on(
     """A worker's life: claim, do, write, until nothing is left. When its parent is gone it stops."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then asks us to stop
     signal.signal(signal.SIGTERM, stop_now)
-    os.environ[VISIBLE] = "" if settings["gpu"] is None else settings["gpu"]
     store = Store(settings["folder"], beat=settings["beat"], stale=settings["stale"])
     board = Board(every, store, forgiven=forgiven)
     device = "cpu" if settings["gpu"] is None else "cuda"
