@@ -99,7 +99,7 @@ def test_candidates_in_a_row() -> None:
         ("mixa:kep=2", "unexpected keyword argument 'kep'"),
         ("efficient:variant=sofmax", "did you mean softmax"),
         ("xca:lpy=true", "did you mean lpi"),
-        ("stella:x=1", "takes no"),
+        ("softmax:x=1", "unknown option of softmax 'x'"),
         ("mixa:2", "name:option=value"),
         ("castling:sparce=true", "did you mean sparse"),
         ("nothing.json", "is no plan"),
