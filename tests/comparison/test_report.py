@@ -9,6 +9,7 @@ import re
 import shutil
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -328,3 +329,19 @@ def test_files_text_stays_text(tmp_path: Path) -> None:
     assert "<script>alert" not in render(contents)
     cells = {line["candidate"] for line in csv.DictReader(io.StringIO(spreadsheet(contents)))}
     assert f"'{evil}" in cells and evil not in cells
+
+
+def test_the_documents_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    write_store(tmp_path / "runs" / "digits", mechanisms=["softmax", "stella"], patches=[4])
+    document = Path(__file__).parents[2] / "docs" / "report.md"
+    (example,) = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, document.name, "exec"), {})
+    assert capsys.readouterr().out.startswith("On NVIDIA H200")
+
+
+def test_a_loss_that_is_not_ruled_out_is_named(tmp_path: Path) -> None:
+    contents = gather([write_store(tmp_path, mechanisms=["softmax", "stella"], patches=[4])])
+    delta = row_of(contents, "stella").delta
+    assert delta is not None and delta.interval is not None and not delta.clear and delta.interval[0] < -1
+    assert "do not tell from zero nor from a loss of more than 1 point" in contents.answer.sentences[1]

@@ -184,8 +184,10 @@ def verdict(delta: Difference) -> str:
     said = f"{points(delta.mean, sign=True)} {interval(delta.interval)}".strip()
     if delta.interval is None:
         return f"{said}, and {seeds} cannot say how sure that is"
-    does = "does" if delta.seeds == 1 else "do"
-    return f"{said}, which {seeds} {does if delta.clear else does + ' not'} tell from zero"
+    if delta.clear:
+        return f"{said}, which {seeds} {'tells' if delta.seeds == 1 else 'tell'} from zero"
+    worse = f" nor from a loss of more than {points(USUAL)}" if delta.interval[0] < -USUAL else ""
+    return f"{said}, which {seeds} {'does' if delta.seeds == 1 else 'do'} not tell from zero{worse}"
 
 
 def without_softmax(rows: Sequence[Row]) -> str:
