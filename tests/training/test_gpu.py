@@ -64,7 +64,7 @@ def test_resume_equals_uninterrupted(tmp_path: Path, plan: str | None, precision
     assert same(weights(whole.model), weights(again.model))
 
 
-@pytest.mark.parametrize("plan", [None, "stella", "castling", "mixa"])
+@pytest.mark.parametrize("plan", [None, "stella", "castling", "relu_quadratic", "mobile", "qt"])
 @pytest.mark.parametrize("compile", ["off", "default"])
 def test_a_recorded_step_has_the_same_bits(plan: str | None, compile: str) -> None:
     notes: list[str] = []

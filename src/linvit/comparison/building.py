@@ -98,10 +98,11 @@ def become(
     """Convert a softmax model to a candidate, in place; what its attention does and the mechanism cannot is given up.
     Quadratic layers to be measured are measured on the images of `calibrate`, unless `keep` says what came of it."""
     side = own_size(model) if size is None else (size, size)
-    plan: Plan | str = plan_of(dict(candidate)) if keep is None else as_plan("mixa", keep=tuple(keep))
+    own = {name: value for name, value in candidate["options"].items() if name not in ("keep", "layers", "where")}
+    plan: Plan | str = plan_of(dict(candidate)) if keep is None else as_plan("mixa", keep=tuple(keep), **own)
     options: dict[str, Any] = {}
     if measured(candidate) and keep is None and calibrate is not None:
-        plan, options = "mixa", {"keep": candidate["options"].get("keep", 6), "calibrate": calibrate}
+        plan, options = "mixa", {"keep": candidate["options"].get("keep", 6), "calibrate": calibrate, **own}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(OWN_STREAM + seed)
         report = convert(model, plan, drop=droppable(model), input_size=side, **options)
