@@ -32,8 +32,8 @@ VERBS = {
     },
     "compare": {
         *("what", "--output", "--mode", "--model", "--model-arg", "--candidates", "--data", "--root", "--recipe"),
-        *("--set", "--seeds", "--patch-sizes", "--sizes", "--teacher", "--engine", "--per-gpu", "--address", "--only"),
-        *("--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
+        *("--set", "--seeds", "--patch-sizes", "--sizes", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
+        *("--only", "--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
     },
     "report": {"stores", "--output", "--md", "--csv", "--json"},
     "bench op": {

@@ -42,6 +42,9 @@ def compare(
     engine: Annotated[str, typer.Option(help="local (this process), gpus (this machine), ray, or auto.")] = "auto",
     per_gpu: Annotated[int, typer.Option(min=1, help="How many runs share a GPU, or the CPU where there is none.")] = 1,
     address: Annotated[str, typer.Option(help="Of the Ray cluster; auto, or local for one of this machine.")] = "",
+    cpus: Annotated[
+        int | None, typer.Option(min=1, help="How many processors a run reserves of a Ray cluster.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Only this task, and what it needs.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and about how long it takes.")] = False,
@@ -73,7 +76,7 @@ def compare(
     from linvit.comparison.request import pick, read_request
     from linvit.comparison.store import Store
 
-    work = choose(engine, per_gpu=per_gpu, address=address)
+    work = choose(engine, per_gpu=per_gpu, address=address, cpus=cpus)
     if output is None and (not dry_run or merge or pack):
         raise LinvitError("say where results go: linvit compare digits -o runs/digits")
     store = None if output is None else Store(output)

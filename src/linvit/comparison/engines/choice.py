@@ -14,7 +14,7 @@ from linvit.errors import LinvitError, unknown
 ENGINES = ("auto", "local", "gpus", "ray")
 
 
-def choose(name: str, *, per_gpu: int = 1, address: str = "") -> Callable[..., Summary]:
+def choose(name: str, *, per_gpu: int = 1, address: str = "", cpus: int | None = None) -> Callable[..., Summary]:
     """The engine's `run`. Auto is ray where an address is given, workers for several GPUs or runs at a time, else this
     process; also where `accelerate launch` or `torchrun` started several, which then do each run together."""
     if name not in ENGINES:
@@ -28,7 +28,9 @@ def choose(name: str, *, per_gpu: int = 1, address: str = "") -> Callable[..., S
     if name == "ray" or address:
         from linvit.comparison.engines import ray
 
-        return partial(ray.run, address=address or "auto", per_gpu=per_gpu)
+        return partial(ray.run, address=address or "auto", per_gpu=per_gpu, cpus=cpus)
+    if cpus is not None:
+        raise LinvitError("--cpus is what a run reserves of a Ray cluster: use --engine ray with it")
     if name == "gpus" or (name == "auto" and (per_gpu > 1 or torch.cuda.device_count() > 1)):
         from linvit.comparison.engines import gpus
 

@@ -1,0 +1,324 @@
+"""The Ray engine on a real cluster: two nodes on this machine, each with one processor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linvit.comparison.engines import local, real_execute
+from linvit.comparison.engines import ray as engine
+from linvit.comparison.engines.ray_cluster import connect
+from linvit.comparison.engines.ray_files import keep_only, mirrored, read_files, write_files
+from linvit.comparison.engines.ray_worker import absolute, misfit, own_source
+from linvit.comparison.grid import Task, expand
+from linvit.comparison.running import without_timings
+from linvit.comparison.spec import Comparison, Measure
+from linvit.comparison.store import Store
+from linvit.errors import LinvitError
+from tests.comparison.tasks import log, make_result, make_task, quick
+
+ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join([str(ROOT / "src"), str(ROOT)])  # of linvit and of the tests, for workers
+PLAIN = ("batch_size=256", "precision=fp32", "log_steps=1", "checkpoint_seconds=0")
+TINY = Comparison(
+    mode="distil",
+    recipe="fast",
+    candidates=("stella", "efficient"),
+    settings=("epochs=1", *PLAIN),
+    teacher_settings=("epochs=4", *PLAIN),
+    architecture={"model": "fair", "width": 16, "depths": [1, 1], "heads": [1, 2]},
+    patch_sizes=(8,),
+    sizes=(32,),
+    measure=Measure(sizes=(32,), batch=2, devices=("cpu",)),
+)
+
+
+class Ear:
+    """Hears what an engine tells, and may act on it."""
+
+    def __init__(self, act: Callable[[Task, dict[str, Any]], None] = lambda task, record: None) -> None:
+        self.heard: list[tuple[Task, dict[str, Any]]] = []
+        self.act = act
+
+    def __call__(self, task: Task, record: dict[str, Any]) -> None:
+        self.heard.append((task, record))
+        self.act(task, record)
+
+    def kinds(self, key: str) -> list[str]:
+        return [record["kind"] for task, record in self.heard if task.key == key]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    made.add_node(**small)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray(cluster: Any) -> Iterator[Any]:
+    """A connection that tests share, so that they also share warm workers."""
+    import ray
+
+    env = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+    ray.init(cluster.address, log_to_driver=False, logging_level="error", runtime_env={"env_vars": env})
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """What the local engine makes of the tiny comparison."""
+    store = Store(tmp_path_factory.mktemp("local"))
+    assert local.run(expand(TINY), store, watch=Ear()).complete
+    return store
+
+
+def files(store: Store) -> dict[str, Any]:
+    found = sorted([*store.folder.glob("runs/*.json"), *store.folder.glob("speeds/*.json")])
+    return {path.name: without_timings(json.loads(path.read_text())) for path in found}
+
+
+def test_a_node_with_other_code_or_without_the_data_is_named(
+    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "own_source", lambda: "9.9 (0123)")
+    with pytest.raises(
+        LinvitError, match=r"^node \S+ \(\S+\) of the Ray cluster runs linvit .*, the driver 9.9"
+    ) as caught:
+        engine.run([make_task(0)], Store(tmp_path), watch=Ear(), execute=quick)
+    assert (
+        "\n" not in str(caught.value) and not any(tmp_path.glob("claims/[!.]*")) and not any(tmp_path.glob("*/*.json"))
+    )
+
+
+def test_the_same_files_though_a_worker_is_killed(
+    ray: Any, expected: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have another disk here: teacher, checkpoints and results travel through Ray. One is killed in the middle
+    of its run, and another goes on from the checkpoint."""
+
+    @contextmanager
+    def unseen(store: Store) -> Iterator[str]:
+        yield "/no/such/file"
+
+    def slowly(task: Task, store: Store, *, watch: Any, **options: Any) -> dict[str, Any]:
+        def hear(record: dict[str, Any]) -> None:
+            watch(record)
+            time.sleep(0.3 if record["kind"] == "train" and task.kind == "teacher" else 0)
+
+        return real_execute(task, store, watch=hear, **options)
+
+    def kill(task: Task, record: dict[str, Any]) -> None:
+        kept = list(store.work_folder(teacher).rglob("step-*.safetensors"))
+        if task.key == teacher and kept and "lost" not in ear.kinds(teacher) and record["kind"] == "train":
+            with suppress(ProcessLookupError):  # killed a moment ago, and Ray has not noticed
+                os.kill(next(r["pid"] for _, r in ear.heard if r["kind"] == "start"), signal.SIGKILL)
+
+    monkeypatch.setattr(engine, "marked", unseen)
+    store, ear, tasks = Store(tmp_path), Ear(kill), expand(TINY)
+    teacher = tasks[0].key
+    summary = engine.run(tasks, store, watch=ear, execute=slowly)
+    assert summary.complete and set(summary.done) == {task.key for task in tasks}
+    assert files(store) == files(expected) and len(files(store)) == 5
+    assert read_files(store.teacher_folder(teacher)) == read_files(expected.teacher_folder(teacher))
+    assert not any(store.folder.glob("work/*")) and not any(store.folder.glob("claims/[!.]*"))
+    assert store.results("failure") == []
+
+    (lost,) = [record for _, record in ear.heard if record["kind"] == "lost"]
+    assert lost["attempt"] == 1 and ear.kinds(teacher).count("start") == 2
+    notes = [record["text"] for task, record in ear.heard if record["kind"] == "note" and task.key == teacher]
+    assert any(text.startswith("resumed after step") for text in notes)
+    assert all(ear.kinds(task.key)[0] == "start" and ear.kinds(task.key)[-1] == "done" for task in tasks)
+    done = [task.kind for task, record in ear.heard if record["kind"] == "done"]
+    assert done == ["teacher", "run", "run", "speed", "speed"]
+
+
+def test_failures_are_recorded_and_do_not_stop_the_others(ray: Any, tmp_path: Path) -> None:
+    wrong, doomed, well = make_task(0, error="no such thing"), make_task(1, deaths=99), make_task(2)
+    teacher = make_task(3, "teacher", error="untaught")
+    student = make_task(4, needs=(teacher.key,))
+    tasks = [teacher, wrong, doomed, well, student]
+    store, ear = Store(tmp_path), Ear()
+    summary = engine.run(tasks, store, watch=ear, execute=quick)
+    assert summary.done == (well.key,) and set(summary.failed) == {wrong.key, doomed.key, teacher.key}
+    assert summary.missing == (student.key,)
+    (failure,) = store.failures(wrong.key)
+    assert failure["error"] == "RuntimeError: no such thing" and "in quick" in failure["traceback"]
+    assert failure["command"] == wrong.command and failure["attempt"] == 1
+    (failure,) = store.failures(doomed.key)
+    assert failure["error"].startswith("its worker was lost 3 times")
+    begun = [key for what, key, *_ in log(tmp_path) if what == "begin"]
+    assert [begun.count(task.key) for task in tasks] == [1, 1, 3, 1, 0]
+    assert ear.kinds(doomed.key).count("lost") == 3
+
+    assert engine.run(tasks, store, watch=Ear(), execute=quick).failed == summary.failed
+    assert len(log(tmp_path)) == len(begun) + 1, "what failed is tried again only when asked"
+
+
+def at_once(task: Task, store: Store, **options: Any) -> dict[str, Any]:
+    return make_result(task)
+
+
+def ended(pid: int) -> bool:
+    until = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_ctrl_c_ends_the_workers_and_leaves_the_store_good(ray: Any, tmp_path: Path) -> None:
+    def interrupt(task: Task, record: dict[str, Any]) -> None:
+        if "done" in ear.kinds(first.key) and "train" in ear.kinds(second.key):
+            signal.raise_signal(signal.SIGINT)
+
+    first, second = make_task(0), make_task(1, seconds=600)
+    store, ear = Store(tmp_path), Ear(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([first, second], store, watch=ear, execute=quick)
+    assert not any(tmp_path.glob("claims/[!.]*")) and not any(tmp_path.glob("claims/.driver*"))
+    assert store.results("failure") == [] and store.finished(first) and not store.finished(second)
+    assert ended(next(int(pid) for what, key, pid, _ in log(tmp_path) if key == second.key))
+
+
+DRIVER = """
+import sys
+from linvit.comparison.engines import ray
+from linvit.comparison.store import Store
+from tests.comparison.tasks import make_task, quick
+
+tasks = [make_task(number, seconds=float(seconds)) for number, seconds in enumerate(sys.argv[3:])]
+tell = lambda task, record: print(record["kind"], task.label["seed"], file=sys.stderr, flush=True)
+ray.run(tasks, Store(sys.argv[1]), watch=tell, address=sys.argv[2], execute=quick)
+"""
+
+
+def test_two_drivers_share_a_store_and_one_outlives_the_other(ray: Any, cluster: Any, tmp_path: Path) -> None:
+    """A driver with a connection of its own is killed for good in the end; ours takes over what it worked on."""
+    seconds = [600, 2, 2, 2]
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), cluster.address, *map(str, seconds)]
+    env = {**os.environ, "PYTHONPATH": PATHS}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as other:
+        try:
+            assert other.stderr is not None
+            said = []
+            while "train 0" not in said:
+                said.append(other.stderr.readline().strip())
+                assert said[-1], said
+            tasks = [make_task(number, seconds=value) for number, value in enumerate(seconds)]
+
+            store = Store(tmp_path)
+
+            def kill() -> None:
+                while not all(store.finished(task) for task in tasks[1:]):
+                    time.sleep(0.1)
+                other.kill()
+
+            threading.Thread(target=kill, daemon=True).start()
+            summary = engine.run(tasks, store, watch=Ear(), execute=at_once)
+            assert summary.complete and tasks[0].key in summary.done
+        finally:
+            other.kill()
+    begun = [key for what, key, *_ in log(tmp_path) if what == "begin"]
+    assert len(begun) == len(set(begun)), "a task was done twice"
+    assert not any(tmp_path.glob("claims/[!.]*"))
+    assert ended(next(int(pid) for what, key, pid, _ in log(tmp_path) if key == tasks[0].key))
+
+
+def test_runs_share_gpus_and_speeds_come_last_and_alone(ray: Any, cluster: Any, tmp_path: Path) -> None:
+    """Ray takes our word for a GPU, which is enough to see where tasks go."""
+    node = cluster.add_node(num_cpus=3, num_gpus=1, object_store_memory=100 * 2**20)
+    try:
+        runs = [make_task(number, seconds=0.8) for number in range(4)]
+        speeds = [make_task(number, "speed", seconds=0.3) for number in (10, 11)]
+        store = Store(tmp_path)
+        assert engine.run([*speeds, *runs], store, watch=Ear(), execute=quick, per_gpu=2).complete
+    finally:
+        cluster.remove_node(node)
+    times = {(what, key): float(at) for what, key, _, at in log(tmp_path)}
+    spans = {task.key: (times["begin", task.key], times["end", task.key]) for task in [*runs, *speeds]}
+    assert max(sum(a <= spans[task.key][0] < b for a, b in spans.values()) for task in runs) <= 2
+    last = max(spans[task.key][1] for task in runs)
+    early, late = sorted(spans[task.key] for task in speeds)
+    assert last < early[0] < early[1] < late[0]
+    assert {result["shared"] for result in store.results("run")} == {2}
+    assert {result["shared"] for result in store.results("speed")} == {1}
+
+
+def test_what_a_node_must_have(tmp_path: Path) -> None:
+    ours = own_source()
+    assert misfit(ours, {"data": "digits"}) is None and misfit(ours, {"data": str(tmp_path)}) is None
+    photos = misfit(ours, {"data": "/no/such/photos"})
+    assert photos == "has no /no/such/photos: put the data in the same place on every node"
+    assert "has no /no/root" in (misfit(ours, {"data": "torch/cifar10", "root": "/no/root"}) or "")
+
+
+def test_places_are_absolute_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("photos", "digits", "root/photos", "teacher"):
+        Path(name).mkdir(parents=True)
+    assert absolute({"data": "digits"}) == {"data": "digits"}
+    assert absolute({"data": "photos"}) == {"data": str(tmp_path / "photos")}
+    rooted = {"data": str(tmp_path / "root" / "photos"), "root": str(tmp_path / "root")}
+    assert absolute({"data": "photos", "root": "root"}) == rooted
+    assert absolute({"data": "torch/x", "root": "root"}) == {"data": "torch/x", "root": str(tmp_path / "root")}
+    taught = {"data": "digits", "teacher": "teacher"}
+    assert absolute(taught)["teacher"] == str(tmp_path / "teacher")
+    assert absolute({**taught, "teacher": "deit_tiny_patch16_224"})["teacher"] == "deit_tiny_patch16_224"
+
+
+def test_checkpoints_are_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linvit.comparison.engines.ray_files.EVERY", 0.05)
+    there, here = tmp_path / "there", tmp_path / "here"
+    write_files(there, {"log.jsonl": b"a", "checkpoints/step-1.safetensors": b"1"})
+    write_files(here, read_files(there))
+    events: list[dict[str, Any]] = []
+    with mirrored(there, events.append):
+        (there / "log.jsonl").write_bytes(b"ab")
+        time.sleep(0.2)
+        assert not events, "a log without a checkpoint is not worth sending"
+        (there / "checkpoints" / ".half").write_bytes(b"x")
+        (there / "checkpoints" / "step-1.safetensors").unlink()
+        write_files(there, {"checkpoints/step-2.safetensors": b"2"})
+        until = time.monotonic() + 5
+        while not events and time.monotonic() < until:
+            time.sleep(0.05)
+    (event,) = events
+    assert set(event["files"]) == {"log.jsonl", "checkpoints/step-2.safetensors"}
+    write_files(here, event["files"])
+    keep_only(here, event["names"])
+    assert read_files(here) == {"log.jsonl": b"ab", "checkpoints/step-2.safetensors": b"2"}
+
+
+def test_without_ray_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(LinvitError, match=r"pip install 'linvit\[ray\]'") as caught:
+        engine.run([make_task(0)], Store(tmp_path), watch=Ear())
+    assert "\n" not in str(caught.value)
+
+
+def test_importing_linvit_does_not_import_ray() -> None:
+    code = "import sys, linvit.cli, linvit.comparison.engines.ray; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_where_no_cluster_answers_it_says_so() -> None:
+    ray = pytest.importorskip("ray")
+    with pytest.raises(LinvitError, match=r"no Ray cluster answers at 127.0.0.1:1: start one with `ray start --head`"):
+        connect(ray, "127.0.0.1:1")
