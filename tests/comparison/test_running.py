@@ -95,6 +95,8 @@ def test_the_same_result_whatever_ran_before(tmp_path: Path) -> None:
     resumed = execute(second, store, device="cpu", watch=seen.append)
     assert any("resumed after step" in record.get("text", "") for record in seen)
     assert without_timings(resumed) == alone
+    late = execute(second, store, device="cpu")  # killed after the last step, before the result was written
+    assert without_timings(late) == alone
 
 
 def test_threads_do_not_change_a_result(tmp_path: Path) -> None:

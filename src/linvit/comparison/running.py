@@ -116,7 +116,7 @@ def train_on(bench: Bench, task: Task, store: Store, accelerator: Accelerator, m
         drift = measure_drift(fitting.shown, fitting.checks)
     if task.kind == "teacher":
         save(fitting.shown, store.teacher_folder(task.key))
-    evaluations = [record for record in read_log(work) if record["kind"] == "eval"]
+    evaluations = list({record["step"]: record for record in read_log(work) if record["kind"] == "eval"}.values())
     found: dict[str, Any] = {
         "environment": {**environment(accelerator.device), "packages": packages()},
         "data": {**task.identity["data"], "train": len(sets[0]), "validation": len(final.labels)},
