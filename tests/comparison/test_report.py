@@ -122,7 +122,7 @@ def test_speeds_join_by_structure_where_the_key_does_not(tmp_path: Path) -> None
 def test_the_answer_names_mechanisms_tokens_and_doubt(scratch: Contents) -> None:
     first, second = scratch.answer.sentences
     assert "NVIDIA H200" in first and "batches of 64" in first and "at most 1 point" in first
-    assert "stella from 1,024 to 16,384 tokens" in first and "beyond 4,096 softmax does not run" in first
+    assert "stella from 1,024 to 16,384 tokens" in first and "beyond 4,096 softmax runs out of memory" in first
     row, softmax = row_of(scratch, "stella"), row_of(scratch, "softmax")
     assert f"{row.top1.mean:.1f} %" in second and f"{softmax.top1.mean:.1f} %" in second
     assert row.delta is not None and not row.delta.clear
@@ -130,6 +130,28 @@ def test_the_answer_names_mechanisms_tokens_and_doubt(scratch: Contents) -> None
     rows = [row.delta for row in main_rows(scratch.settings[0]) if row.delta]
     worse = sum(delta.clear and delta.mean < 0 for delta in rows)
     assert f"{worse} are clearly worse" in second
+
+
+def test_softmax_that_was_too_slow_to_time_is_said_to_be_so(tmp_path: Path) -> None:
+    store = write_store(tmp_path, mechanisms=["softmax", "stella"], patches=[4], devices=["cuda"])
+    for path in store.glob("speeds/*.json"):
+        text = path.read_text().replace("out of memory", "left out: about 11 s a pass")
+        path.write_text(text)
+    first = gather([store]).answer.sentences[0]
+    assert "beyond 4,096 softmax was not timed" in first
+
+
+def test_without_ratios_times_decide_and_softmax_wins_ties(tmp_path: Path) -> None:
+    store = write_store(tmp_path, mechanisms=["softmax", "stella"], patches=[4], devices=["cuda"], sizes=[64, 256])
+    for path in store.glob("speeds/*.json"):
+        data = json.loads(path.read_text())
+        for row in data["rows"]:
+            row["ratio"] = None
+        path.write_text(json.dumps(data))
+    found = {
+        (ladder.many, pick.tokens): pick.name for ladder in gather([store]).answer.ladders for pick in ladder.picks
+    }
+    assert found == {(True, 256): "stella", (True, 4096): "stella", (False, 256): "softmax", (False, 4096): "stella"}
 
 
 def test_picks_keep_their_promise(scratch: Contents) -> None:

@@ -31,6 +31,7 @@ class Pick:
     row: Row | None  # None: softmax, where it is not itself among the rows
     ratio: float | None  # times softmax's speed; None where that is not known
     rivals: tuple[str, ...] = ()  # as fast, less accurate
+    lost: str = ""  # what became of softmax, where there is no ratio
 
     @property
     def name(self) -> str:
@@ -93,31 +94,38 @@ def clocks(rows: Sequence[Row]) -> list[Speed]:
 def picks(rows: Sequence[Row], clock: Speed, tolerance: float) -> Ladder:
     fit = [row for row in rows if row.first.candidate == BASELINE or (row.delta and row.delta.mean >= -tolerance)]
     timed: dict[int, list[tuple[Timing, Row]]] = defaultdict(list)
+    notes: dict[int, str] = {}
     for row in fit:
-        for speed in row.speeds:
-            if speed.same_clock(clock):
-                for timing in speed.ladder:
-                    if timing.median is not None:
-                        timed[timing.size].append((timing, row))
-    made = tuple(pick(timed[size]) for size in sorted(timed))
+        for timing in (timing for speed in row.speeds if speed.same_clock(clock) for timing in speed.ladder):
+            if timing.median is not None:
+                timed[timing.size].append((timing, row))
+            elif row.first.candidate == BASELINE:
+                notes[timing.size] = timing.note
+    made = tuple(pick(timed[size], notes.get(size, "")) for size in sorted(timed))
     return Ladder(clock.chip, clock.what, clock.many, clock.ladder[0].batch, rows[0].first.patch, tolerance, made)
 
 
-def pick(timed: Sequence[tuple[Timing, Row]]) -> Pick:
-    """Of candidates timed at one size. Ratios were measured side by side and go before times, which were not."""
-    speeds = [(timing.ratio, timing, row) for timing, row in timed if timing.ratio is not None]
-    if len(speeds) < len(timed):
-        speeds = [(timing.batch / (timing.median or 1.0), timing, row) for timing, row in timed]
-        fastest = max(speed for speed, _, _ in speeds)
+def pick(timed: Sequence[tuple[Timing, Row]], note: str = "") -> Pick:
+    """Of candidates timed at one size. Ratios were measured side by side and go before times, which were not. `note`
+    says why softmax has no time here."""
+    first, softmax = timed[0][0], next((found for found in timed if found[1].first.candidate == BASELINE), None)
+    rated = [(timing.ratio, timing, row) for timing, row in timed if timing.ratio is not None]
+    if len(rated) == len(timed):
+        speeds = rated
+        if max(speed for speed, _, _ in speeds) < SAME_SPEED:  # nothing to win: keep what everyone has
+            return Pick(first.tokens, first.size, softmax[1] if softmax else None, 1.0)
     else:
-        fastest = max([1.0, *(speed for speed, _, _ in speeds)])  # softmax's own speed is 1
-        if fastest < SAME_SPEED:  # nothing to win: keep what everyone has
-            softmax = next((row for _, _, row in speeds if row.first.candidate == BASELINE), None)
-            return Pick(timed[0][0].tokens, timed[0][0].size, softmax, 1.0)
+        speeds = [(timing.batch / (timing.median or 1.0), timing, row) for timing, row in timed]
+    fastest = max(speed for speed, _, _ in speeds)
     near = [(timing, row) for speed, timing, row in speeds if speed * SAME_SPEED >= fastest]
-    timing, row = max(near, key=lambda found: found[1].top1.mean)
+    timing, row = softmax if softmax and softmax in near else max(near, key=lambda found: found[1].top1.mean)
     rivals = tuple(sorted(other.name for _, other in near if other is not row))
-    return Pick(timing.tokens, timing.size, row, timing.ratio, rivals)
+    ratio, lost = timing.ratio, ""
+    if ratio is None and softmax is not None:
+        ratio = (softmax[0].median or 0.0) * timing.batch / ((timing.median or 1.0) * softmax[0].batch)
+    elif ratio is None:
+        lost = f"softmax {'runs out of memory' if 'memory' in note else 'was not timed'}"
+    return Pick(timing.tokens, timing.size, row, ratio, rivals, lost)
 
 
 def speed_sentence(ladder: Ladder) -> str:
@@ -147,10 +155,10 @@ def speed_sentence(ladder: Ladder) -> str:
 def gain(group: Sequence[Pick], unit: str) -> str:
     rated = [pick for pick in group if pick.ratio is not None]
     if not rated:
-        return ", where softmax does not run"
+        return f", where {group[-1].lost}"
     ratios = [multiple(pick.ratio or 0.0) for pick in rated]
     text = ratios[-1] if len(set(ratios)) == 1 else f"{ratios[0]} to {ratios[-1]}"
-    ending = f"; beyond {count(rated[-1].tokens)} softmax does not run" if rated[-1] is not group[-1] else ""
+    ending = f"; beyond {count(rated[-1].tokens)} {group[-1].lost}" if rated[-1] is not group[-1] else ""
     return f" ({text}{unit}{ending})"
 
 

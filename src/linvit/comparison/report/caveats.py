@@ -91,7 +91,7 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
         found.append(f"Not finite in half precision: {listing(unsafe)}.")
     oom = sum(bool(timing.note) for timing in results.timings)
     if oom:
-        found.append(f"{oom} timings have no number; the charts and the table say why (out of memory, mostly).")
+        found.append(f"{oom} timings have no number; the charts and the table say why.")
     if not results.timings:
         found.append("No speed was measured: latency, memory and exponents are empty.")
     if results.failures:

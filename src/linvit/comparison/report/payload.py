@@ -51,7 +51,14 @@ def payload(results: Results, settings: Sequence[Setting], answer: Answer) -> Js
             "batch": ladder.batch,
             "tolerance": ladder.tolerance,
             "picks": [
-                [pick.tokens, pick.size, places.get(id(pick.row), -1), rounded(pick.ratio), list(pick.rivals)]
+                [
+                    pick.tokens,
+                    pick.size,
+                    places.get(id(pick.row), -1),
+                    rounded(pick.ratio),
+                    list(pick.rivals),
+                    pick.lost,
+                ]
                 for pick in ladder.picks
             ],
         }

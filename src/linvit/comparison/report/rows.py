@@ -34,7 +34,7 @@ class Speed:
         return ours == theirs
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A candidate at one patch size and resolution, in one setting."""
 

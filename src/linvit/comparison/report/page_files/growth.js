@@ -46,12 +46,13 @@ function growthLines(name) {
     const speed = speedAlong(row), timings = speed ? speed.ladder.map(readTiming) : [];
     const points = timings.map((t) => ({ x: t.tokens, y: QUANTITIES[name].of(t), t })).filter(({ y }) => y > 0);
     for (const t of timings.filter(({ note }) => note)) {
-      (lost[`${t.note} at ${whole(t.tokens)} tokens`] ||= []).push(row.name);
+      (lost[`${reason(t.note)} at ${whole(t.tokens)} tokens`] ||= []).push(row.name);
     }
     if (points.length) lines.push({ row, points, fit: speed[name] });
   }
   return { patch, lines, lost };
 }
+const reason = (note) => (note.startsWith("left out") ? "too slow to be timed" : note);
 function drawQuantity(holder, name) {
   const kind = QUANTITIES[name], { patch, lines, lost } = growthLines(name);
   byId(`${name}-caption`).textContent = "";

@@ -29,11 +29,11 @@ function chips(label, name, options) {
   });
   return el("div", { class: "chips", role: "group", "aria-label": label }, label, buttons);
 }
-function aPick([tokens, size, place, ratio, rivals]) {
+function aPick([tokens, size, place, ratio, rivals, lost]) {
   const row = D.rows[place] || { candidate: "softmax", name: "softmax" }, lines = [];
   if (row.candidate === "softmax") lines.push("nothing is clearly faster");
   else {
-    lines.push(known(ratio) ? `${three(ratio)}× softmax's speed` : "softmax does not run");
+    lines.push(known(ratio) ? `${three(ratio)}× softmax's speed` : lost);
     if (row.delta) lines.push(`${signed(row.delta.mean)} points ${bounds(row.delta.ends)}`);
     const others = rivals.length > 3 ? [...rivals.slice(0, 3), `${rivals.length - 3} more`] : rivals;
     if (others.length) lines.push(`as fast: ${others.join(", ")}`);

@@ -47,7 +47,8 @@ const even = (x) => three(x, true);
 function timedCell(timing, { value, write = even }) {
   if (!timing) return "–";
   if (known(timing.median)) return write(value(timing));
-  return muted(/memory/.test(timing.note) ? "OOM" : "–", timing.note);
+  const { note } = timing;
+  return muted(note.includes("memory") ? "OOM" : note.startsWith("left out") ? "too slow" : "–", note);
 }
 function deltaHead() {
   const teacher = rowsNow().some(({ delta }) => delta && delta.against !== "softmax");
