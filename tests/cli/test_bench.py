@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from linvit.measurement import model_speed, speed
 from tests.cli.conftest import Outcome
@@ -97,6 +99,14 @@ def test_model(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pyte
     ]
     assert all(r["status"] == "ok" and r["images_per_second"] > 0 and r["error"] < 1e-3 for r in result["rows"])
     assert linvit("bench", "model", "vit_tny", "-o", str(tmp_path / "other.json")).code == 2
+
+
+def test_compiled_training(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
+    asked = ["test_vit", "--resolution", "32", "--batch", "2", "--budget", "0.01", "--passes", "training"]
+    asked += ["--modes", "compiled", "--device", "cpu", "--json", "-o", str(tmp_path / "model.json")]
+    outcome = linvit("bench", "model", *asked)
+    assert [row["status"] for row in outcome.json["rows"]] == ["ok", "ok"], outcome.json
 
 
 def test_scaling(linvit: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
 from torch import Tensor
 
+import linvit
 from linvit.attention import TokenGrid, create_attention
 from linvit.attention.linear import LinearAttention
 from linvit.errors import LinvitError
@@ -102,3 +104,25 @@ def test_compiles_as_one_graph_with_gradients(name: str, device: torch.device) -
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
     (found,), (wanted,) = (torch.autograd.grad(run(qkv), qkv) for run in (compiled, loss))
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_saves_no_more_for_its_training_than_with_softmax(compiled: bool, device: torch.device) -> None:
+    def saved(plan: str | None) -> int:
+        torch._dynamo.reset()
+        sizes = {"img_size": 80, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 1}
+        model = timm.create_model("vit_tiny_patch16_224", **sizes).to(device)
+        if plan is not None:
+            linvit.convert(model, plan)
+        run = torch.compile(model, backend="aot_eager_decomp_partition", dynamic=False) if compiled else model
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run(torch.ones(2, 3, 80, 80, device=device))
+        return sum(kept.values())
+
+    assert 0 < saved("stella") <= saved(None)

@@ -135,7 +135,7 @@ def training_call(
 
     def step() -> Tensor:
         optimiser.zero_grad(set_to_none=True)
-        logits = autocast_logits(forward or model, images, dtype)
+        logits = autocast_logits(model if forward is None else forward, images, dtype)
         loss = F.cross_entropy(logits, labels % logits.shape[-1])
         loss.backward()
         optimiser.step()

@@ -69,7 +69,9 @@ def package(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit the code is at, with `+` for changes on top; LINVIT_COMMIT where there is no repository around."""
+    """The commit the code is at, with `+` for changes on top; LINVIT_COMMIT where that is set, for copied code."""
+    if "LINVIT_COMMIT" in os.environ:
+        return os.environ["LINVIT_COMMIT"]
 
     def git(*args: str) -> str:
         return subprocess.run(
@@ -80,7 +82,7 @@ def commit() -> str | None:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("LINVIT_COMMIT")
+        return None
 
 
 def source_digest() -> str:
