@@ -236,6 +236,9 @@ def test_nothing_to_report(tmp_path: Path) -> None:
         gather([tmp_path])
     with pytest.raises(LinvitError, match="no store"):
         gather([tmp_path / "missing"])
+    (tmp_path / "store.tar").write_bytes(b"")
+    with pytest.raises(LinvitError, match="--merge"):
+        gather([tmp_path / "store.tar"])
 
 
 def test_settings_are_told_apart(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def ranking_html(ranking: Ranking) -> str:
 
 
 def slopes(ranking: Ranking) -> str:
-    """Both orders as two columns of names; lines that cross are disagreements."""
+    """Both orders as two columns of names. Lines that cross disagree; those that our runs tell apart are set off."""
+    contrary = {name for pair in ranking.contrary for name in pair}
     step, top, left, right = 23, 34, 62, 190
     height = top + step * len(ranking.places)
     # Equal ranks stand below each other, in their order on the other side.
@@ -67,7 +68,7 @@ def slopes(ranking: Ranking) -> str:
     lines = []
     for place in ranking.places:
         y1, y2 = (top + step * side.index(place) for side in (theirs, ours))
-        moved = "moved" if abs(place.their_rank - place.our_rank) > 1 else ""
+        moved = "moved" if place.row.name in contrary else ""
         name = place.row.name if len(place.row.name) < 17 else place.row.name[:15] + "…"
         lines.append(
             f'<line class="{moved}" x1="{left}" y1="{y1 - 4}" x2="{right}" y2="{y2 - 4}"/>'

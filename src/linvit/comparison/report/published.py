@@ -78,7 +78,8 @@ class Ranking:
         text = f"Kendall's τ = {minus(f'{self.ranks.tau:.2f}')} over {self.ranks.count} mechanisms"
         text += f" (p = {self.ranks.p_value:.2g}"
         if len(self.by_seed) > 1:
-            text += minus(f"; seed by seed {min(self.by_seed):.2f} to {max(self.by_seed):.2f}")
+            ends = dict.fromkeys(minus(f"{tau:.2f}") for tau in (min(self.by_seed), max(self.by_seed)))
+            text += f"; seed by seed {' to '.join(ends)}"
         pairs = len(self.places) * (len(self.places) - 1) // 2
         text += (
             f"). Of {pairs} pairs our runs tell {self.agreeing + len(self.contrary)} apart, each by its own paired 95 %"

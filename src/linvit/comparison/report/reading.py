@@ -89,7 +89,7 @@ def read(stores: Sequence[Path]) -> Results:
     results = Results()
     seen: set[tuple[str, str, str]] = set()
     for folder in stores:
-        if not folder.is_dir():
+        if not folder.exists():
             raise LinvitError(f"no store {folder}: give the folder that `linvit compare -o` wrote")
         results.stores.append(folder.resolve().name)
         store = Store(folder)

@@ -7,7 +7,7 @@ function inside(row) {
     { class: "inside" },
     el("dl", { class: "numbers" }, numbers.map(line)),
     row.runs.map((run) => aRun(row, run)),
-    timing ? el("div", { class: "run" }, el("h4", {}, "Speeds"), command(timing)) : null,
+    timing ? el("div", { class: "run" }, el("h3", {}, "Speeds"), command(timing)) : null,
   );
 }
 function pairsOf(row) {
@@ -43,7 +43,7 @@ function aRun(row, run) {
   return el(
     "div",
     { class: "run", id: `run-${run.key}` },
-    el("h4", {}, title, el("span", {}, about.filter(known).join(" · "), link)),
+    el("h3", {}, title, el("span", {}, about.filter(known).join(" · "), link)),
     command(run.command),
     run.conversion ? el("p", { class: "pm" }, run.conversion) : null,
     el("details", {}, el("summary", {}, "Config"), el("pre", {}, listed(config))),
