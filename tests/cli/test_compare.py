@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +81,32 @@ def test_a_comparison_from_end_to_end(linvit: Callable[..., Outcome], tiny: str,
     assert repeated["done"] == [key]
     twice = json.loads(Path(tmp_path, "again", "runs", f"{key}.json").read_text())
     assert twice["accuracy"]["correct"] == told["accuracy"]["correct"] and twice["identity"] == told["identity"]
+
+
+def test_killed_and_resumed_on_another_machine(linvit: Callable[..., Outcome], tiny: str, tmp_path: Path) -> None:
+    """kill -9 in the middle of a training; its checkpoint travels in the archive, and the end is bit for bit that of a
+    run that was never killed."""
+    Path(tiny).write_text(FILE.replace("epochs=1", "epochs=120").replace("sizes = [32]\nbatch", "sizes = []\nbatch"))
+    change = ("--candidates", "stella", "--seeds", "0", "--set", "checkpoint_seconds=0.2", "--set", "eval_epochs=60")
+    here, there, whole = (tmp_path / name for name in ("here", "there", "whole"))
+    command = [sys.executable, "-m", "linvit", "compare", tiny, "-o", str(here), *change]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 100
+    while not list(here.glob("work/*/checkpoints/step-*")) and time.monotonic() < until:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert list(here.glob("claims/*")) and not list(here.glob("runs/*")), "killed on the way"
+    linvit("compare", "-o", str(here), "--pack", str(tmp_path / "half.tar"))
+    assert "1 work" in linvit("compare", "-o", str(there), "--merge", str(tmp_path / "half.tar")).out
+    resumed = linvit("compare", "-o", str(there))
+    assert resumed.code == 0 and "resumed after step" in resumed.err
+    assert not list(there.glob("work/*"))
+    assert linvit("compare", tiny, "-o", str(whole), *change).code == 0
+    found, wanted = (json.loads(next(folder.glob("runs/*")).read_text()) for folder in (there, whole))
+    assert found["key"] == wanted["key"]
+    for name in ("top1", "loss", "correct"):
+        assert found["accuracy"][name] == wanted["accuracy"][name]
 
 
 def test_flags_alone_and_a_failed_run(

@@ -122,6 +122,8 @@ def bars(tasks: Sequence[Task], store: Store, errors: Any) -> Iterator[Watch]:
             elif kind == "eval":
                 text = f"epoch {record['epoch']:.0f}  top-1 {record['top1']:.2f}"
                 shown.update(running[task.key], text=text)
+            elif kind == "note":
+                errors.print(f"{name(task)}: {record['text']}", markup=False)
             parts = [shown.tasks[shown.task_ids.index(bar)] for bar in running.values()]
             so_far = sum(part.completed / part.total for part in parts if part.total)
             text = f"{len(finished)} of {len(tasks)}"
@@ -141,6 +143,8 @@ def lines(tasks: Sequence[Task], store: Store) -> Watch:
             finished.add(task.key)
         if kind in ("done", "failed", "lost"):
             print(f"[{len(finished)}/{len(tasks)}] {ended(task, record, store)}", file=sys.stderr, flush=True)
+        elif kind == "note":
+            print(f"{name(task)}: {record['text']}", file=sys.stderr, flush=True)
         elif kind == "eval" and time.monotonic() - last.get(task.key, 0) > PATIENCE:
             last[task.key] = time.monotonic()
             print(f"{name(task)}: epoch {record['epoch']:.0f}, top-1 {record['top1']:.2f}", file=sys.stderr, flush=True)
@@ -190,7 +194,8 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
         lacking = f"{len(summary.failed)} of {len(tasks)} tasks failed"
         lacking += f", {len(summary.missing)} are missing" if summary.missing else ""
         print(f"{lacking}: linvit compare -o {store.folder} --retry tries them again.")
-    print(f"{len(ended)} result files in {store.folder}: linvit report {store.folder} makes a page of them.")
+    files = f"{len(ended)} result file{'s' if len(ended) != 1 else ''}"
+    print(f"{files} in {store.folder}: linvit report {store.folder} makes a page of the store.")
 
 
 def print_setting(setting: Setting, keys: list[str]) -> None:
