@@ -86,8 +86,9 @@ def test_a_comparison_from_end_to_end(linvit: Callable[..., Outcome], tiny: str,
 def test_killed_and_resumed_on_another_machine(linvit: Callable[..., Outcome], tiny: str, tmp_path: Path) -> None:
     """kill -9 in the middle of a training; its checkpoint travels in the archive, and the end is bit for bit that of a
     run that was never killed."""
-    Path(tiny).write_text(FILE.replace("epochs=1", "epochs=120").replace("sizes = [32]\nbatch", "sizes = []\nbatch"))
-    change = ("--candidates", "stella", "--seeds", "0", "--set", "checkpoint_seconds=0.2", "--set", "eval_epochs=60")
+    Path(tiny).write_text(FILE.replace("sizes = [32]\nbatch", "sizes = []\nbatch"))
+    settings = ("epochs=10", "batch_size=64", "checkpoint_seconds=0.2", "eval_epochs=5", "mixup=0", "cutmix=0")
+    change = ("--candidates", "stella", "--seeds", "0", *(part for text in settings for part in ("--set", text)))
     here, there, whole = (tmp_path / name for name in ("here", "there", "whole"))
     command = [sys.executable, "-m", "linvit", "compare", tiny, "-o", str(here), *change]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
