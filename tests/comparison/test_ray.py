@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 
 from linvit.comparison.engines import local, real_execute
 from linvit.comparison.engines import ray as engine
-from linvit.comparison.engines.ray_cluster import connect
+from linvit.comparison.engines.ray_cluster import OneVoice, connect
 from linvit.comparison.engines.ray_files import keep_only, mirrored, read_files, write_files
 from linvit.comparison.engines.ray_worker import absolute, misfit, own_source
 from linvit.comparison.grid import Task, expand
@@ -304,6 +304,15 @@ def test_checkpoints_are_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_files(here, event["files"])
     keep_only(here, event["names"])
     assert read_files(here) == {"log.jsonl": b"ab", "checkpoints/step-2.safetensors": b"2"}
+
+
+def test_stdout_is_for_results(capsys: pytest.CaptureFixture[str]) -> None:
+    with redirect_stdout(OneVoice(sys.stdout)):  # type: ignore[type-var]
+        other = threading.Thread(target=print, args=("a worker died",))
+        other.start()
+        other.join()
+        print("result")
+    assert capsys.readouterr().out == "result\n"
 
 
 def test_without_ray_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 from linvit.comparison.engines.ray_worker import Errand
 from linvit.comparison.grid import Task
@@ -47,10 +48,9 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Ray, connected to a cluster. What Ray says on its own goes to stderr: stdout is for results. A connection that
-    the caller has already is used and left open."""
+    """Ray, connected to a cluster. A connection that the caller has already is used and left open."""
     ray = import_ray()
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(cast(IO[str], OneVoice(sys.stdout))):
         own = not ray.is_initialized()
         if own:
             connect(ray, address)
@@ -59,6 +59,20 @@ def connected(address: str) -> Iterator[Any]:
         finally:
             if own:
                 ray.shutdown()
+
+
+class OneVoice:
+    """A stdout for one thread alone. Ray prints pages about a lost worker from another, where results belong; what
+    matters of them comes as a record."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self.out, self.owner = out, threading.current_thread()
+
+    def write(self, text: str) -> int:
+        return self.out.write(text) if threading.current_thread() is self.owner else len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.out, name)
 
 
 def connect(ray: Any, address: str) -> None:
@@ -70,7 +84,7 @@ def connect(ray: Any, address: str) -> None:
     try:
         ray.init(address, log_to_driver=False, logging_level="error", runtime_env=runtime(), **local)
     except (ConnectionError, RuntimeError, ValueError, AssertionError, TimeoutError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
         raise LinvitError(f"cannot connect to a Ray cluster ({reason}): {hint}") from None
 
 

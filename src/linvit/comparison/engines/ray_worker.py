@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,15 @@ class Worker:
 
     def __init__(self, mailbox: Any) -> None:
         self.mailbox = mailbox
-        self.scratch = Path(tempfile.mkdtemp(prefix="linvit-"))
+
+    @cached_property
+    def scratch(self) -> Path:
+        """A folder for what is not on this node's disk."""
+        return Path(tempfile.mkdtemp(prefix="linvit-"))
 
     def close(self) -> None:
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        if "scratch" in vars(self):
+            shutil.rmtree(self.scratch, ignore_errors=True)
 
     def work(self, errand: Errand, name: str, begun: Files | None, *teachers: tuple[str, Files]) -> dict[str, Any]:
         """Do a task: its result, or the record of its failure, and the files of a teacher that was trained. `begun` is
@@ -139,7 +144,8 @@ class Worker:
 
     def failure(self, task: Task, error: BaseException) -> dict[str, Any]:
         """The record of a failure, made here: it names this machine. Whether the process is still good for others."""
-        outcome: dict[str, Any] = {"failure": Store(self.scratch / "failed").fail(task, error), "spoilt": False}
+        with tempfile.TemporaryDirectory() as aside:
+            outcome: dict[str, Any] = {"failure": Store(aside).fail(task, error), "spoilt": False}
         del error
         try:
             clean_up(task)
