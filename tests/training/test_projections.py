@@ -79,3 +79,12 @@ def test_other_families(family) -> None:
     assert bool(names) == (not family.model.startswith("levit"))
     after = AttentionAlignment(teacher, student)(student, images)["loss"]
     assert after < before if names else after == before
+
+
+def test_a_teacher_in_half_precision() -> None:
+    """Its activations come in half precision then; the student's layers are fitted in their own."""
+    teacher, student = pair("stella")
+    half = Teacher(teacher.model, precision=torch.bfloat16)
+    before = error(teacher, student)
+    fit_projections(half, student, BATCHES)
+    assert error(teacher, student) < 0.9 * before

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linvit.training.alignment import Layers, hosts_to_align
+from linvit.training.alignment import Layers, hosts_to_align, like
 from linvit.training.distillation import Teacher
 from linvit.training.taps import Taps, main
 
@@ -82,7 +82,10 @@ def fit_projections(
                 teacher(batch)
                 calls, wanted = taps.take()
                 for name, fit in fits.items():
-                    fit.add(layers.call(name, calls[name], batch), main(wanted[name]))
+                    given, named = calls[name]
+                    dtype = fit.projection.weight.dtype  # the teacher may compute in half precision
+                    ours = layers.call(name, (like(given, dtype), like(named, dtype)), batch)
+                    fit.add(ours, main(wanted[name]))
                 seen += len(batch)
                 if seen >= images:
                     break
