@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from linvit.comparison.engines import Board, gpus, local
+from linvit.comparison.engines import Board, DeviceSpoilt, gpus, local
 from linvit.comparison.grid import Task
 from linvit.comparison.store import Store
 from tests.comparison.tasks import log, make_result, make_task, quick
@@ -83,10 +83,13 @@ def test_a_result_that_does_not_count_is_not_tried_for_ever(tmp_path: Path) -> N
     """A worker with other hardware than it says would else be asked again and again."""
     store, task = Store(tmp_path), make_task(1, "speed")
 
-    def odd(task: Task, *_: Any, **__: Any) -> dict[str, Any]:
-        return {**make_result(task), "environment": {"hardware": "another", "time": ""}}
-
     assert local.run([task], store, watch=Heard(), execute=odd).missing == (task.key,)
+    other = make_task(2, "speed")
+    assert gpus.run([other], store, watch=Heard(), execute=odd).missing == (other.key,)
+
+
+def odd(task: Task, *_: Any, **__: Any) -> dict[str, Any]:
+    return {**make_result(task), "environment": {"hardware": "another", "time": ""}}
 
 
 def hold(folder: str, pipe: Any) -> None:
@@ -117,7 +120,7 @@ def test_waits_for_what_others_do_and_takes_over(tmp_path: Path, monkeypatch: py
 def test_workers_share_the_tasks_and_speeds_come_alone(tmp_path: Path) -> None:
     store, heard = Store(tmp_path), Heard()
     teacher = make_task(0, "teacher", seconds=0.2)
-    runs = [make_task(n, needs=(teacher.key,), seconds=0.3) for n in range(1, 5)]
+    runs = [make_task(n, needs=(teacher.key,), meet=n < 3) for n in range(1, 5)]
     odd = [make_task(5, error="no luck"), make_task(6, deaths=1), make_task(7, deaths=9)]
     speeds = [make_task(n, "speed", seconds=0.1) for n in (8, 9)]
     tasks = [teacher, *runs, *odd, *speeds]
@@ -128,7 +131,7 @@ def test_workers_share_the_tasks_and_speeds_come_alone(tmp_path: Path) -> None:
     assert heard.of("c7").count("lost") == 3 and heard.of("c7")[-1] == "failed"
     assert "code -9" in store.failures(odd[2].key)[0]["error"]
     lines = log(tmp_path)
-    assert len({pid for what, key, pid, _ in lines if key in {run.key for run in runs}}) == 2
+    assert len({pid for what, key, pid, _ in lines if key in {run.key for run in runs[:2]}}) == 2, "they met"
     when = {(what, key): float(moment) for what, key, _, moment in lines}
     assert all(when["begin", run.key] >= when["end", teacher.key] for run in runs)
     assert when["begin", speeds[0].key] >= max(when["end", run.key] for run in runs)
@@ -193,3 +196,22 @@ def test_several_processes_do_one_run_together(tmp_path: Path) -> None:
     for task in (make_task(1), make_task(2)):
         assert len({pid for what, key, pid, _ in log(tmp_path) if (what, key) == ("end", task.key)}) == 2
         assert not store.claimed(task)
+
+
+def test_a_spoilt_gpu_stops_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal access everything else in the process would fail too, and be recorded as failed."""
+    import torch
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    store, tasks = Store(tmp_path), [make_task(1, error="x"), make_task(2)]
+    board = Board(tasks, store)
+    monkeypatch.setattr("linvit.comparison.engines.torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("linvit.comparison.store.environment", lambda device: {"hardware": device, "time": ""})
+    with pytest.raises(DeviceSpoilt, match=r"c1 left the GPU unusable \(CUDA error: an illegal"):
+        local.run(tasks, store, watch=Heard(), execute=quick)
+    assert len(store.failures(tasks[0].key)) == 1 and not store.claimed(tasks[0])
+    assert board.open() == [tasks[1]]

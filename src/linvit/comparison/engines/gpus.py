@@ -44,9 +44,10 @@ def run(
     with crew(board, watch, execute) as workers:
         workers.drain([task for task in tasks if task.kind != "speed"], gpus * per_gpu, shared=per_gpu)
         workers.drain([task for task in tasks if task.kind == "speed"], gpus[:1])
-        while board.open():  # others work on these; they may die
-            if not all(store.claimed(task) for task in board.open()):
-                workers.drain(tasks, gpus[:1])
+        while left := [task for task in board.open() if task.key not in workers.done]:
+            # others are at these, and may die
+            if not all(store.claimed(task) for task in left):
+                workers.drain(left, gpus[:1])
             time.sleep(POLL)
     return board.summary()
 
@@ -81,6 +82,7 @@ class Crew:
             self.context.set_forkserver_preload([__name__])
         self.workers: dict[Connection, tuple[Any, str | None, float]] = {}
         self.busy: dict[Connection, str] = {}
+        self.done: set[str] = set()
         self.losses: Counter[str] = Counter()
         self.stillborn = 0
 
@@ -122,6 +124,7 @@ class Crew:
             self.stillborn = 0
         elif record["kind"] in ("done", "failed"):
             self.busy.pop(pipe, None)
+            self.done.add(key)
         self.watch(self.board.by_key[key], record)
 
     def bury(self, pipe: Connection) -> None:
