@@ -38,7 +38,7 @@ def captures(config: Config, accelerator: Accelerator) -> bool:
         and config.accumulate == 1
         and accelerator.scaler is None
         and config.optimiser == "adamw"
-        and config.compile in ("auto", "off", "default")
+        and config.compile in ("auto", "off", "blocks", "default")
     )
 
 

@@ -21,7 +21,7 @@ CHOICES = {
     "loss": ("cross_entropy", "bce"),
     "distillation": ("none", "soft", "hard", "token"),
     "precision": ("fp32", "bf16", "fp16"),
-    "compile": ("auto", "off", "default", "reduce-overhead", "max-autotune"),
+    "compile": ("auto", "off", "blocks", "default", "reduce-overhead", "max-autotune"),
 }
 OBJECTIVES = ("alignment", "features", "supervised")
 INPUTS = ("teacher", "student")
@@ -83,7 +83,9 @@ class Config:
     batch_size: int = 1024  # images a step, over all processes and accumulated parts
     accumulate: int = 1
     precision: str = "bf16"
-    compile: str = "auto"  # auto: on CUDA only
+    compile: str = (
+        "auto"  # block by block, or the whole step in one of the compiler's modes; auto: blocks, on CUDA only
+    )
     cuda_graph: bool = True  # on one CUDA device, a step is recorded once and started by a single call
     deterministic: bool = True  # a resumed run equals an uninterrupted one bit for bit; false may be faster
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from linvit.training.blocks import Blocks, parts_of
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Objective
 
@@ -31,9 +32,13 @@ class Phase:
             return bind(objective, model)
         if self.compiled is not None and objective is self.objective:
             return self.compiled
-        step: Step = torch.compile(
-            bind(objective, model), mode="default" if config.compile == "auto" else config.compile
-        )
+        parts = parts_of(objective, model) if config.compile in ("auto", "blocks") else []
+        step: Step
+        if len(parts) > 1:
+            step = by_blocks(objective, model, Blocks(parts))
+        else:
+            mode = "default" if config.compile in ("auto", "blocks") else config.compile
+            step = torch.compile(bind(objective, model), mode=mode)
         if objective is self.objective:
             self.compiled = step
         return step
@@ -48,6 +53,21 @@ def bind(objective: Objective, model: nn.Module) -> Step:
     return step
 
 
+def by_blocks(objective: Objective, model: nn.Module, blocks: Blocks) -> Step:
+    """The same with the model's and the teacher's blocks compiled."""
+
+    def step(images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        with blocks.at_work():
+            return objective(model, images, targets)
+
+    return step
+
+
 def compiles(config: Config, device: torch.device) -> bool:
     """Whether steps are compiled by this config on this device."""
     return config.compile != "off" and (config.compile != "auto" or device.type == "cuda")
+
+
+def compiles_all(config: Config, device: torch.device) -> bool:
+    """Whether everything is, the augmentation too, and not only the model's blocks."""
+    return compiles(config, device) and config.compile not in ("auto", "blocks")
