@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -113,6 +113,8 @@ class Cluster:
         self.cpus = cpus or (1 if self.gpus else fitting_cpus(ray))
         self.known: dict[str, Node] = {}
         self.seen = time.monotonic()
+        if per_gpu > 1 and not self.gpus:
+            raise LinvitError("the Ray cluster has no GPU to share: leave out --per-gpu, or say --cpus for each run")
         if not self.rows():
             wants = f"{self.cpus} CPU{'s' * (self.cpus > 1)}{' and a GPU' * self.gpus}"
             raise LinvitError(f"no node of the Ray cluster has {wants} for a run")
@@ -145,13 +147,14 @@ class Cluster:
         if asked:
             ready, late = self.ray.wait(list(asked), num_returns=len(asked), timeout=PATIENCE)
             for ref in ready:
-                self.known[asked[ref]["NodeID"]] = answer(self.ray, ref, asked[ref])
+                with suppress(self.ray.exceptions.NodeDiedError, self.ray.exceptions.TaskUnschedulableError):  # gone
+                    self.known[asked[ref]["NodeID"]] = node_of(asked[ref], self.ray.get(ref))
             for ref in late:
                 name = asked[ref]["NodeManagerHostname"]
                 raise LinvitError(
                     f"node {name} of the Ray cluster gave no answer in {PATIENCE:.0f} s: is it overloaded?"
                 )
-        return [self.known[node] for node in rows]
+        return [self.known[node] for node in rows if node in self.known]
 
     def shares_disk(self) -> bool:
         """Whether all nodes reach the store."""
@@ -217,14 +220,11 @@ def ask(ray: Any, errand: Errand, node: str) -> Any:
     return ray.remote(question).options(num_cpus=0, max_retries=2, scheduling_strategy=pinned(node)).remote()
 
 
-def answer(ray: Any, ref: Any, row: dict[str, Any]) -> Node:
-    try:
-        found = ray.get(ref)
-    except ray.exceptions.RayError as error:
-        found = {"misfit": f"does not start workers: {str(error).strip().splitlines()[-1]}"}
+def node_of(row: dict[str, Any], told: dict[str, Any]) -> Node:
+    """A node by what Ray and what it says of itself."""
     name = f"{row['NodeManagerHostname']} ({row['NodeManagerAddress']})"
-    if found["misfit"]:
-        raise LinvitError(f"node {name} of the Ray cluster {found['misfit']}")
+    if told["misfit"]:
+        raise LinvitError(f"node {name} of the Ray cluster {told['misfit']}")
     resources = row["Resources"]
     cpus, gpus = int(resources["CPU"]), int(resources.get("GPU", 0))
-    return Node(row["NodeID"], name, cpus, gpus, found["cpu"], found["gpu"] if gpus else None, found["reaches_store"])
+    return Node(row["NodeID"], name, cpus, gpus, told["cpu"], told["gpu"] if gpus else None, told["reaches_store"])
