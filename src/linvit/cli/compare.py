@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,9 +95,11 @@ def compare(
     assert store is not None
     for comparison in request.comparisons:
         store.ask(comparison)
-    from linvit.cli.compare_output import print_summary, screen
+    from linvit.cli.compare_output import print_left_out, print_summary, screen
 
     first = os.environ.get("RANK", "0") == "0"  # of the processes that `accelerate launch` starts, one speaks
+    if first:
+        print_left_out(request, sys.stderr)
     try:
         with screen(tasks, store, first and not as_json) as watch:
             summary = work(tasks, store, watch=watch, retry=retry)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from linvit.cli.output import console, print_json, table
 
@@ -47,8 +47,12 @@ def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_
         out.print(guess.how[0].upper() + guess.how[1:] + ".")
     else:
         out.print(f"About {duration(guess.seconds)} on one device, {guess.how}.")
+    print_left_out(request, sys.stdout)
+
+
+def print_left_out(request: Request, file: TextIO) -> None:
     for other in request.left_out:
-        print(f"left out: {other.candidate} at patch {other.patch}, size {other.size}: {other.reason}")
+        print(f"left out: {other.candidate} at patch {other.patch}, size {other.size}: {other.reason}", file=file)
 
 
 def grid_cells(row: Row) -> list[str]:
