@@ -14,8 +14,8 @@ from torch import Tensor
 
 from linvit.kernels.linear_launch import rows_like
 
-ROWS, COLUMNS = 512, 1024  # of a tile of scores, at most
-TILE_NUMBERS = 2**18  # scores that are computed at once: 1 MiB of float32; heads share a tile where they are small
+ROWS, COLUMNS = 256, 512  # of a tile of scores, at most
+TILE_NUMBERS = 2**17  # scores that are computed at once: half a MiB of float32; small heads share a tile
 SMALL_IMAGE = 2**16  # scores below which several images are copied together: calls would take longer than products
 
 
@@ -67,11 +67,14 @@ def one_tile(q: Tensor, k: Tensor) -> bool:
 
 
 def tiles(q: Tensor, k: Tensor, buffers: int) -> Iterator[tuple[slice, slice, slice, list[Tensor]]]:
-    """Heads, rows and columns of each tile, and buffers of its size. Rows of a buffer begin at whole cache lines."""
+    """Heads, rows and columns of each tile, and buffers of its size.
+
+    Rows of a buffer begin at whole cache lines, but not a power of two apart: those would share few sets of the cache.
+    """
     rows, columns = parts(q.shape[1], ROWS), parts(k.shape[1], COLUMNS)
     height, width = rows[0].stop, columns[0].stop
     groups = parts(q.shape[0], max(1, TILE_NUMBERS // (height * width)))
-    whole = q.new_empty(buffers, groups[0].stop, height, -(-width // 16) * 16)
+    whole = q.new_empty(buffers, groups[0].stop, height, -(-width // 16) * 16 + 16)
     for h in groups:
         for m in rows:
             for n in columns:
