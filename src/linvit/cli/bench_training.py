@@ -8,12 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from linvit.cli.arguments import pairs
-from linvit.cli.bench import Device, Output, _default_path, _device, app
+from linvit.cli.bench import Device, Output, _default_path, _device
 from linvit.cli.output import Json, print_json, progress
 from linvit.cli.train import start
 
 
-@app.command("training")
 def training(
     model: Annotated[str, typer.Argument(help="A timm model, such as vit_tiny_patch16_224.")],
     data: Annotated[str, typer.Option(help="As for `linvit train`.")] = "digits",
