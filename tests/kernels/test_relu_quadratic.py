@@ -161,16 +161,28 @@ def test_the_mechanism_uses_it_or_says_why_not(device: torch.device) -> None:
     assert "float64" in (why_not(q.double(), k.double(), v.double()) or "")
 
 
-@pytest.mark.parametrize("tokens, keys, dtype", [(300, 600, torch.float32), (7, 7, torch.bfloat16)])
-def test_tiles_on_the_cpu(tokens: int, keys: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relu_quadratic_cpu, "TILE_NUMBERS", 2**13)
+@pytest.mark.parametrize(
+    "tokens, keys, dtype", [(300, 600, torch.float32), (70, 90, torch.float16), (7, 7, torch.bfloat16)]
+)
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_tiles_on_the_cpu(
+    tokens: int, keys: int, dtype: torch.dtype, together: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small tiles, over memory full of NaN: single heads, several images at once, ragged ends."""
+    for name, value in {"ROWS": 64, "COLUMNS": 48, "TILE_NUMBERS": 64, "SMALL_IMAGE": 2**20 * together}.items():
+        monkeypatch.setattr(relu_quadratic_cpu, name, value)
+    rows_like, new_empty = relu_quadratic_cpu.rows_like, Tensor.new_empty
+    monkeypatch.setattr(relu_quadratic_cpu, "rows_like", lambda *a: rows_like(*a).fill_(float("nan")))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
     cpu = torch.device("cpu")
     q, k, v = draw(cpu, dtype, 2, 2, tokens, 8), draw(cpu, dtype, 2, 2, keys, 8), draw(cpu, dtype, 2, 2, keys, 12)
-    mask, grad = draw(cpu, torch.float32, 2, keys) > -1, draw(cpu, dtype, 2, 2, tokens, 12, seed=5)
+    mask = draw(cpu, torch.float32, 2, keys) > -1 if masked else None
+    grad = draw(cpu, dtype, 2, 2, tokens, 12, seed=5)
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     truth = reference(*exact, mask)
     assert error(relu_quadratic_cpu.forward(q, k, v, mask), truth) < LIMITS[dtype]
-    found = [torch.empty_like(t) for t in (q, k, v)]
+    found = [torch.full_like(t, float("nan")) for t in (q, k, v)]
     relu_quadratic_cpu.backward(grad, q, k, v, mask, *found)
     for ours, exactly in zip(found, torch.autograd.grad(truth, exact, grad.double()), strict=True):
         assert error(ours, exactly) < LIMITS[dtype]

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from linvit.kernels.linear_launch import rows_like
 
-ROWS, COLUMNS = 256, 512  # of a tile of scores, at most
-TILE_NUMBERS = 2**17  # scores that are computed at once: half a MiB of float32; small heads share a tile
+ROWS, COLUMNS = 512, 1024  # of a tile of scores, at most
+TILE_NUMBERS = 2**18  # scores of heads that share a tile: 1 MiB of float32
 SMALL_IMAGE = 2**16  # scores below which several images are copied together: calls would take longer than products
 
 
-def parts(count: int, most: int) -> list[slice]:
-    """Slices of about the same size, `most` at most; whole cache lines where there are several."""
+def parts(count: int, most: int, multiple: int = 1) -> list[slice]:
+    """Slices of about the same size, `most` at most; multiples of something where there are several."""
     size = -(-count // -(-count // most))
     if size < count:
-        size = -(-size // 16) * 16
+        size = -(-size // multiple) * multiple
     return [slice(start, min(count, start + size)) for start in range(0, count, size)]
 
 
@@ -71,7 +71,7 @@ def tiles(q: Tensor, k: Tensor, buffers: int) -> Iterator[tuple[slice, slice, sl
 
     Rows of a buffer begin at whole cache lines, but not a power of two apart: those would share few sets of the cache.
     """
-    rows, columns = parts(q.shape[1], ROWS), parts(k.shape[1], COLUMNS)
+    rows, columns = parts(q.shape[1], ROWS, 16), parts(k.shape[1], COLUMNS, 16)
     height, width = rows[0].stop, columns[0].stop
     groups = parts(q.shape[0], max(1, TILE_NUMBERS // (height * width)))
     whole = q.new_empty(buffers, groups[0].stop, height, -(-width // 16) * 16 + 16)
