@@ -140,7 +140,7 @@ def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None) -> No
     panel.set_xscale("log")
     panel.set_xticks(budgets(found), [str(budget) for budget in budgets(found)])
     panel.minorticks_off()
-    panel.margins(x=0.15)
+    panel.margins(x=0.15, y=0.12)
     panel.set_title(name, fontsize=9)
     panel.spines[["top", "right"]].set_visible(False)
 
