@@ -114,7 +114,7 @@ def test_threads_do_not_change_a_result(tmp_path: Path) -> None:
 
 def test_distilling(tmp_path: Path) -> None:
     """The teacher first, then candidates made from it and taught by it, one with measured layers."""
-    settings = ("epochs=3", "batch_size=256", "precision=fp32", "fit_projections=256", "eval_epochs=1")
+    settings = ("epochs=3", "batch_size=256", "precision=fp32", "stages.features.fit=256", "eval_epochs=1")
     teacher, *runs = tasks(
         "relu_linear", "mixa:keep=1,layers=measured", "softmax", mode="distil", recipe="fast", plain=False,
         settings=settings, teacher_settings=[*PLAIN, "epochs=3"],
@@ -195,7 +195,7 @@ def test_a_second_seed_compiles_nothing(tmp_path: Path, dynamo_only: None) -> No
 
 
 def test_all_stages_of_a_distillation_compile_once(tmp_path: Path, dynamo_only: None) -> None:
-    settings = ("epochs=3", "batch_size=256", "precision=fp32", "compile=default", "fit_projections=256")
+    settings = ("epochs=3", "batch_size=256", "precision=fp32", "compile=default", "stages.features.fit=256")
     teacher, first, second = tasks(
         "stella", mode="distil", recipe="fast", plain=False, settings=settings, seeds=[0, 1],
         teacher_settings=[*PLAIN, "epochs=1", "compile=off"],

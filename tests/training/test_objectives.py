@@ -20,7 +20,7 @@ from linvit.training.processes import make_accelerator
 from linvit.training.recipes import recipe
 from tests.training.toys import ToySource, accuracy, same, small_model, weights
 
-FAST = override(recipe("fast"), ["epochs=5", "batch_size=8", "precision=fp32", "mixup=0", "fit_projections=24"])
+FAST = override(recipe("fast"), ["epochs=5", "batch_size=8", "precision=fp32", "mixup=0", "stages.features.fit=24"])
 
 
 def pair() -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -35,7 +35,7 @@ def test_stages_get_their_objectives() -> None:
     teacher, student = pair()
     phases = make_phases(FAST, student, teacher)
     assert [type(phase.objective) for phase in phases] == [AttentionAlignment, FeatureAlignment, Distillation]
-    assert [phase.prepare is not None for phase in phases] == [True, False, False]
+    assert [phase.prepare is not None for phase in phases] == [False, True, False]
     (plain,) = make_phases(Config(loss="bce", label_smoothing=0.1), student)
     assert isinstance(plain.objective, Supervised) and plain.objective.smoothing == 0.1
 
@@ -52,16 +52,17 @@ def run(folder: Path | None, student: torch.nn.Module, teacher: torch.nn.Module,
     return made
 
 
-def test_projections_are_solved_before_the_first_step(tmp_path: Path) -> None:
+def test_projections_are_solved_before_the_stage_begins(tmp_path: Path) -> None:
     teacher, student = pair()
     images, targets = next(ToySource().epoch(0))
-    align = make_phases(FAST, student, teacher)[0]
-    assert align.prepare is not None
-    before, error = weights(student), align.objective(student, images, targets)["loss"].item()
-    align.prepare(ToySource().epoch(0))
+    align, features, finetune = make_phases(FAST, student, teacher)
+    assert features.prepare is not None and align.prepare is None and finetune.prepare is None
+    before, error = weights(student), features.objective(student, images, targets)["features"].item()
+    features.prepare(ToySource().epoch(0))
     moved = {name for name, tensor in weights(student).items() if not torch.equal(tensor, before[name])}
-    assert moved == {f"blocks.{i}.attn.proj.{part}" for i in range(2) for part in ("weight", "bias")}
-    assert align.objective(student, images, targets)["loss"].item() < error
+    maps = [f"blocks.{i}.{name}" for i in range(2) for name in ("attn.proj", "mlp.fc2")]
+    assert moved == {f"{name}.{part}" for name in maps for part in ("weight", "bias")}
+    assert features.objective(student, images, targets)["features"].item() < error
     whole = run(tmp_path, pair()[1], teacher)
     again = run(tmp_path, pair()[1], teacher, resume=True)
     assert same(weights(whole.model), weights(again.model)), "and not again when a run goes on"

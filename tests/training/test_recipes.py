@@ -105,6 +105,10 @@ def test_stages_can_be_set() -> None:
     assert [stage.epochs for stage in override(recipe("fast"), ["epochs=5"]).stages] == [1, 1, 3]
     plain = override(recipe("fast"), ["stages.align.epochs=0", "stages.features.epochs=0", "epochs=20"])
     assert [(stage.name, stage.epochs) for stage in plain.stages] == [("finetune", 20)]
+    back = override(recipe("fast"), ["stages.align.epochs=0", "stages.align.lr=1", "stages.align.epochs=2"])
+    assert back.stages[0].epochs == 2 and back.stages[0].lr == 1
+    with pytest.raises(LinvitError, match="no stage of recipe fast is left"):
+        override(recipe("fast"), [f"stages.{name}.epochs=0" for name in ("align", "features", "finetune")])
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class Stage:
     trainable: str = "all"  # all, attention (the hosts), mechanism (what conversion added), or a regular expression
     inputs: str = "teacher"  # of alignment: what the layers see is the teacher's or the student's own
     logits: float = 0  # of features: weight of the distance between the logits, at the recipe's temperature
+    fit: int = 0  # images to solve the linear maps behind converted layers on, before the stage begins
     features: float = 0  # of supervised: weight of the distance between the blocks' outputs, beside the distillation
 
     def __post_init__(self) -> None:
@@ -77,7 +78,6 @@ class Config:
     ema: float | None = None
     ema_ramp: float = 0  # steps t of the ramp decay·(1 − exp(−step/t))
     stages: tuple[Stage, ...] = ()  # none: one supervised stage
-    fit_projections: int = 0  # images to solve the layers' output projections on, before an alignment begins
 
     # Steps.
     batch_size: int = 1024  # images a step, over all processes and accumulated parts
@@ -140,7 +140,6 @@ class Config:
             "warmup_lr",
             "mesa",
             "bn_images",
-            "fit_projections",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise LinvitError(f"{name}={getattr(self, name)}: it must not be negative")
@@ -196,6 +195,7 @@ def override(config: Config, settings: Iterable[str]) -> Config:
     scales them all, and a stage of 0 epochs is left out."""
     changes: dict[str, Any] = {}
     stages = {stage.name: stage for stage in config.stages}
+    left_out: set[str] = set()
     for setting in settings:
         name, equals, text = setting.partition("=")
         name = name.strip()
@@ -206,15 +206,17 @@ def override(config: Config, settings: Iterable[str]) -> Config:
             if stage not in stages:
                 raise unknown(f"stage of recipe {config.recipe}", stage, stages)
             value = read(Stage, field, text)
-            if field == "epochs" and value == 0 and len(stages) > 1:
-                del stages[stage]
-            else:
+            if field == "epochs":
+                (left_out.add if value == 0 else left_out.discard)(stage)
+            if stage not in left_out or field != "epochs":
                 stages[stage] = replace(stages[stage], **{field: value})
         elif name in ("recipe", "stages"):
             raise LinvitError(f"{name} cannot be set: choose a recipe, or set stages.NAME.FIELD")
         else:
             changes[name] = read(Config, name, text)
-    chosen = tuple(stages.values())
+    chosen = tuple(stage for name, stage in stages.items() if name not in left_out)
+    if stages and not chosen:
+        raise LinvitError(f"no stage of recipe {config.recipe} is left: one of {', '.join(stages)} needs some epochs")
     if chosen and "epochs" in changes:
         share = changes["epochs"] / sum(stage.epochs for stage in chosen)
         chosen = tuple(replace(stage, epochs=stage.epochs * share) for stage in chosen)

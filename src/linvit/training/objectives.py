@@ -27,8 +27,8 @@ def make_phases(config: Config, student: nn.Module, teacher: nn.Module | None = 
     phases = []
     for stage in config.plan_of_stages():
         fitting = None
-        if asked is not None and stage.objective == "alignment" and config.fit_projections:
-            fitting = partial(fit_projections, asked, student, images=config.fit_projections)
+        if asked is not None and stage.fit:
+            fitting = partial(fit_projections, asked, student, images=stage.fit)
         phases.append(Phase(stage, objective(config, stage, student, asked), fitting))
     return phases
 

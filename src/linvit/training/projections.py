@@ -1,60 +1,51 @@
-"""The output projections of converted layers in closed form: most of an alignment, without a gradient step.
+"""The linear maps behind converted layers in closed form: most of an alignment, without a gradient step.
 
-A layer ends in a linear map, `out = W·a + b`, of what its mechanism gives. On the teacher's inputs the W and b that
-come closest to the original's output solve a least squares problem, and sums over some thousand images are all it
-needs: one pass forward of the teacher and of each layer. A small ridge holds W near the pretrained one, where the
-images say nothing. Run it before attention alignment, which then starts much further on.
+A layer ends in a linear map, `out = W·a + b`, of what its mechanism gives, and the MLP after it ends in another. The W
+and b that come closest to what is wanted solve a least squares problem. One pass of some hundred images through teacher
+and student fits them all, from the first block to the last: each map is solved when the pass gets to it, and the pass
+goes on with the new one. So every map sees what the maps before it made of the images, and what is wanted of it is not
+its original's output but what brings the residual stream back to the teacher's: errors do not add up over the blocks.
+
+A small ridge holds W near the pretrained one where the images say nothing. Blocks that add their parts to the stream in
+another way than `x + attn(norm1(x))`, `x + mlp(norm2(x))`, with or without a layer scale, are told by trying it on the
+teacher: there the original's output is wanted, and the MLP stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from linvit.training.alignment import Layers, hosts_to_align, like
+from linvit.training.alignment import hosts_to_align
 from linvit.training.distillation import Teacher
-from linvit.training.taps import Taps, main
+from linvit.training.taps import main
 
-RIDGE = 1e-3  # of the mean square of the mechanism's output
+RIDGE = 1e-3  # of the mean square of what goes into the map
+CHUNK = 2**15  # rows at once
+FEW = 2  # images to find out on how a block adds up
 
 
-class Fit:
-    """The sums of one layer's least squares problem, in float64."""
+@dataclass(frozen=True)
+class Place:
+    """A converted layer, the block around it, and what of the usual block the two have."""
 
-    def __init__(self, projection: nn.Linear) -> None:
-        self.projection = projection
-        width = projection.in_features + 1
-        place: dict[str, Any] = {"dtype": torch.float64, "device": projection.weight.device}
-        self.gram = torch.zeros(width, width, **place)
-        self.cross = torch.zeros(width, projection.out_features, **place)
-        self.given: Tensor | None = None
-        self.gave: Tensor | None = None
+    host: str
+    block: str
+    attention_adds: bool  # the stream between attention and MLP is the block's input and the layer's output
+    mlp_adds: bool
 
-    def see(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        self.given, self.gave = args[0], output
+    @property
+    def between(self) -> str:
+        return f"{self.block}.norm2"
 
-    def add(self, ours: Tensor, wanted: Tensor) -> None:
-        """One batch: the layer's output and its original's. What the layer adds after its projection stays as it is."""
-        assert self.given is not None and self.gave is not None
-        rows = self.given.flatten(0, -2).double()
-        rows = torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1)
-        target = self.gave.double() + (wanted.double() - ours.double()).reshape(self.gave.shape)
-        self.gram += rows.T @ rows
-        self.cross += rows.T @ target.flatten(0, -2)
-
-    def solve(self, ridge: float) -> None:
-        weight, bias = self.projection.weight, self.projection.bias
-        now = torch.cat([weight.T, bias[None] if bias is not None else torch.zeros_like(weight[:, :1]).T]).double()
-        hold = ridge * self.gram.diagonal()[:-1].mean() * torch.ones_like(self.gram[0])
-        hold[-1] = 1e-9 if bias is not None else 1e9 * self.gram[-1, -1]
-        solved = torch.linalg.solve(self.gram + hold.diag(), self.cross + hold[:, None] * now)
-        weight.copy_(solved[:-1].T)
-        if bias is not None:
-            bias.copy_(solved[-1])
+    @property
+    def mlp(self) -> str:
+        return f"{self.block}.mlp"
 
 
 def fit_projections(
@@ -62,45 +53,209 @@ def fit_projections(
     student: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
-    images: int = 2048,
+    images: int = 1024,
     ridge: float = RIDGE,
 ) -> list[str]:
-    """Fit the output projections of the student's converted layers on up to so many images. Gives the names of the
-    layers that have one; layers that end otherwise (LeViT's in a BatchNorm, say) are left as they are."""
-    names = [name for name in hosts_to_align(teacher.model, student) if projection_of(student, name) is not None]
-    fits = {name: Fit(found) for name in names if (found := projection_of(student, name)) is not None}
-    layers, taps = Layers(student, names), Taps(teacher.model, names)
-    handles = [fit.projection.register_forward_hook(partial(Fit.see, fit)) for fit in fits.values()]
+    """Fit the maps of the student's converted layers on up to so many images, which pass at once. Gives the names of
+    the layers that have one; layers that end otherwise (LeViT's in a BatchNorm, say) are left as they are."""
+    picked = first_images(batches, images)
+    hosts = [name for name in hosts_to_align(teacher.model, student) if projection_of(student, name) is not None]
+    if picked is None:
+        return hosts
+    places = [place_of(teacher, name, picked[:FEW]) for name in hosts]
+    heard = Heard(teacher.model)
+    for place in places:
+        heard.listen(place)
+    wanted = heard.during(lambda: teacher(picked))
+    fitting = Fitting(student, places, wanted, ridge)
     modes = {module: module.training for module in student.modules()}
-    student.eval()
-    seen = 0
+    like = next(student.parameters())
     try:
-        with torch.no_grad():
-            for batch, _ in batches:
-                layers.ready(batch)
-                taps.listen()
-                teacher(batch)
-                calls, wanted = taps.take()
-                for name, fit in fits.items():
-                    given, named = calls[name]
-                    dtype = fit.projection.weight.dtype  # the teacher may compute in half precision
-                    ours = layers.call(name, (like(given, dtype), like(named, dtype)), batch)
-                    fit.add(ours, main(wanted[name]))
-                seen += len(batch)
-                if seen >= images:
-                    break
-            for fit in fits.values() if seen else ():
-                fit.solve(ridge)
+        with torch.no_grad(), torch.autocast(picked.device.type, enabled=False):
+            student.eval()(picked.to(like.dtype))
     finally:
-        for handle in handles:
-            handle.remove()
-        taps.close()
+        fitting.close()
         for module, training in modes.items():
             module.training = training
-    return names
+    return hosts
+
+
+def first_images(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor | None:
+    found: list[Tensor] = []
+    for batch, _ in batches:
+        found.append(batch)
+        if sum(map(len, found)) >= count:
+            break
+    return torch.cat(found)[:count] if found else None
+
+
+def place_of(teacher: Teacher, host: str, images: Tensor) -> Place:
+    """How the block around a layer adds up, found by looking at the teacher's."""
+    block = host.rpartition(".")[0]
+    usual = Place(host, block, True, True)
+    modules = dict(teacher.model.named_modules())
+    if not block or usual.between not in modules:
+        return Place(host, block, False, False)
+    heard = Heard(teacher.model)
+    heard.enter(block, usual.between)
+    heard.leave(block, host, *([usual.mlp] if usual.mlp in modules else []))
+    seen = heard.during(lambda: teacher(images))
+    parent = modules[block]
+    before, middle = seen.get(f">{block}"), seen.get(f">{usual.between}")
+    first = adds_up(before, seen.get(host), middle, scale_of(parent, "ls1"))
+    second = adds_up(middle, seen.get(usual.mlp), seen.get(block), scale_of(parent, "ls2"))
+    return Place(host, block, first, first and second and last_linear(modules.get(usual.mlp)) is not None)
+
+
+def adds_up(before: Tensor | None, part: Tensor | None, after: Tensor | None, scale: Tensor | float) -> bool:
+    """Whether `after` is `before` and the scaled part."""
+    if before is None or part is None or after is None or not before.shape == part.shape == after.shape:
+        return False
+    step = after.float() - before.float()
+    return bool((step - part.float() * scale).abs().max() <= 2e-2 * step.abs().max())
+
+
+def scale_of(block: nn.Module, name: str) -> Tensor | float:
+    """The layer scale's factors, 1 where there is none."""
+    gamma = getattr(getattr(block, name, None), "gamma", None)
+    return gamma.detach().float() if isinstance(gamma, Tensor) else 1.0
+
+
+class Heard:
+    """What goes into and comes out of modules during one pass; inputs are noted under `>name`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.values: dict[str, Tensor] = {}
+        self.handles: list[Any] = []
+
+    def enter(self, *names: str) -> None:
+        for name in names:
+            module = self.model.get_submodule(name)
+            self.handles.append(module.register_forward_pre_hook(partial(self.note_input, name)))
+
+    def leave(self, *names: str) -> None:
+        for name in names:
+            self.handles.append(self.model.get_submodule(name).register_forward_hook(partial(self.note_output, name)))
+
+    def listen(self, place: Place) -> None:
+        """To what is wanted at a place."""
+        if place.attention_adds:
+            self.enter(place.between)
+        else:
+            self.leave(place.host)
+        if place.mlp_adds:
+            self.leave(place.block)
+
+    def note_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.values[f">{name}"] = args[0].detach()
+
+    def note_output(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.values[name] = main(output).detach()
+
+    def during(self, call: Callable[[], object]) -> dict[str, Tensor]:
+        try:
+            call()
+        finally:
+            for handle in self.handles:
+                handle.remove()
+        return self.values
+
+
+class Fitting:
+    """Solves each map when the student's pass gets to it. Hooks do it all, so the model may be any that has the usual
+    names."""
+
+    def __init__(self, student: nn.Module, places: list[Place], wanted: dict[str, Tensor], ridge: float) -> None:
+        self.student, self.wanted, self.ridge = student, wanted, ridge
+        self.stream: dict[str, Tensor] = {}
+        self.given: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.handles: list[Any] = []
+        for place in places:
+            self.attach(place)
+
+    def attach(self, place: Place) -> None:
+        find = self.student.get_submodule
+        projection = projection_of(self.student, place.host)
+        assert projection is not None
+        self.hook(projection, self.see)
+        self.hook(find(place.host), partial(self.fit_attention, place, projection))
+        if place.attention_adds:
+            self.note(place.block)
+        last = last_linear(find(place.mlp)) if place.mlp_adds else None
+        if last is not None:
+            self.note(place.between)
+            self.hook(last, self.see)
+            self.hook(find(place.mlp), partial(self.fit_mlp, place, last))
+
+    def hook(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self.handles.append(module.register_forward_hook(function))
+
+    def note(self, name: str) -> None:
+        """Keep what goes into a module: the stream at that place."""
+
+        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self.stream[name] = args[0]
+
+        self.handles.append(self.student.get_submodule(name).register_forward_pre_hook(see))
+
+    def see(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self.given[module] = (args[0], output)
+
+    def fit_attention(self, place: Place, projection: nn.Linear, module: nn.Module, args: Any, output: Any) -> Any:
+        if place.attention_adds:
+            step = self.wanted[f">{place.between}"] - self.stream.pop(place.block)
+            target = step / scale_of(self.student.get_submodule(place.block), "ls1")
+        else:
+            target = self.wanted[place.host]
+        return self.refit(projection, output, target)
+
+    def fit_mlp(self, place: Place, last: nn.Linear, module: nn.Module, args: Any, output: Any) -> Any:
+        step = self.wanted[place.block] - self.stream.pop(place.between)
+        return self.refit(last, output, step / scale_of(self.student.get_submodule(place.block), "ls2"))
+
+    def refit(self, linear: nn.Linear, output: Any, target: Tensor) -> Any:
+        """Solve the map that gave this output, and give the output of the new one. What a module adds after its map
+        stays as it is."""
+        rows, gave = self.given.pop(linear)
+        out = main(output)
+        goal = gave + (target.to(out.dtype) - out).reshape(gave.shape)
+        solve(linear, rows.flatten(0, -2), goal.flatten(0, -2), self.ridge)
+        moved = out + (nn.functional.linear(rows, linear.weight, linear.bias) - gave).reshape(out.shape)
+        return moved if isinstance(output, Tensor) else (moved, *output[1:])
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def solve(linear: nn.Linear, rows: Tensor, goal: Tensor, ridge: float) -> None:
+    """The weight and bias with the least squared error, sums in float64."""
+    weight, bias = linear.weight, linear.bias
+    place: dict[str, Any] = {"dtype": torch.float64, "device": weight.device}
+    gram = torch.zeros(rows.shape[1] + 1, rows.shape[1] + 1, **place)
+    cross = torch.zeros(rows.shape[1] + 1, goal.shape[1], **place)
+    for part, wanted in zip(rows.split(CHUNK), goal.split(CHUNK), strict=True):
+        part = torch.cat([part, torch.ones_like(part[:, :1])], dim=1).double()
+        gram += part.T @ part
+        cross += part.T @ wanted.double()
+    now = torch.cat([weight.T, bias[None] if bias is not None else torch.zeros_like(weight[:, :1]).T]).double()
+    hold = ridge * gram.diagonal()[:-1].mean() * torch.ones_like(gram[0])
+    hold[-1] = 1e-9 if bias is not None else 1e9 * gram[-1, -1]
+    solved = torch.linalg.solve(gram + hold.diag(), cross + hold[:, None] * now)
+    if not solved.isfinite().all():
+        return  # a layer scale of zero, say: nothing can be wanted of such a map
+    weight.copy_(solved[:-1].T)
+    if bias is not None:
+        bias.copy_(solved[-1])
 
 
 def projection_of(model: nn.Module, name: str) -> nn.Linear | None:
     """The linear layer an attention layer ends in, by the name timm gives it."""
     found = getattr(model.get_submodule(name), "proj", None)
+    return found if type(found) is nn.Linear else None
+
+
+def last_linear(mlp: nn.Module | None) -> nn.Linear | None:
+    found = getattr(mlp, "fc2", None)
     return found if type(found) is nn.Linear else None

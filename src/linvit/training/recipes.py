@@ -230,16 +230,17 @@ def distil(model: str = "") -> Config:
 def fast(model: str = "") -> Config:
     """Ours: a converted model gets its accuracy back in minutes, in three stages.
 
-    First every converted layer learns, without labels, to do what its original did on the teacher's inputs: all layers
-    at once, their output projections by least squares before the first step. Then the features of whole blocks are
-    aligned, and last comes a short distilled fine-tune. The values are this project's own choice.
+    First every converted layer learns, without labels, to do what its original did on the teacher's inputs, all layers
+    at once. Then the linear maps behind the layers and in the MLPs are solved by least squares, block after block, so
+    that the stream is the teacher's again, and the features of whole blocks are aligned. Last comes a short distilled
+    fine-tune. The values are this project's own choice.
     """
     stages = (
         Stage("align", "alignment", 4, lr=1e-3, trainable="attention"),
-        Stage("features", "features", 4, lr=5e-4),
+        Stage("features", "features", 4, lr=5e-4, logits=1.0, fit=1024),
         Stage("finetune", "supervised", 12, lr=5e-4),
     )
-    return replace(distil(), recipe="fast", stages=stages, fit_projections=2048)
+    return replace(distil(), recipe="fast", stages=stages)
 
 
 RECIPES: dict[str, Callable[[str], Config]] = {
