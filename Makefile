@@ -25,7 +25,7 @@ docs: $(INSTALLED)
 	$(BIN)/python scripts/docs.py
 
 demo: $(INSTALLED)
-	$(BIN)/python scripts/demo.py
+	$(BIN)/python -m scripts.demo
 
 venv: $(INSTALLED)
 

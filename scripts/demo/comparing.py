@@ -1,0 +1,172 @@
+"""The comparison of the demo: what `linvit compare` and `linvit report` do, by the same functions, under one bar."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from linvit.cli.output import console, table
+from linvit.comparison.engines.choice import choose
+from linvit.comparison.grid import Task
+from linvit.comparison.report import Contents, gather, render
+from linvit.comparison.report.rows import Row, Setting
+from linvit.comparison.request import Request, read_request
+from linvit.comparison.store import Store
+from scripts.demo.screen import Screen
+
+WORKERS = min(4, os.cpu_count() or 1)
+SECONDS = {"teacher": 16.0, "run": 4.5, "speed": 7.0}  # about, on two cores: how far each moves the bar
+DOING = {"teacher": "training the teacher", "run": "distilling", "speed": "timing"}
+
+
+def compare(preset: str, folder: Path, screen: Screen) -> bool:
+    """Do all tasks of a comparison; whether all of them succeeded. One that was killed goes on."""
+    request = read_request(preset, {}, None)
+    store = open_store(folder, request, screen)
+    command = ["linvit", "compare", preset, "-o", shown(folder), "--per-gpu", str(WORKERS)]
+    screen.say(f"$ {' '.join(command)}")
+    screen.at("comparing", 0.0, "starting workers")
+    sys.argv = command  # what the result files name as theirs
+    store.ask(request.comparisons[0])
+    work = choose("auto", per_gpu=WORKERS)
+    summary = work(request.tasks, store, watch=watcher(request.tasks, store, screen), retry=True)
+    return summary.complete
+
+
+def open_store(folder: Path, request: Request, screen: Screen) -> Store:
+    """The store of a demo that was stopped on its way; else an empty one."""
+    store = Store(folder)
+    finished = sum(store.finished(task) for task in request.tasks)
+    if finished < len(request.tasks) and store.comparisons() == request.comparisons:
+        screen.say(f"Going on with a demo that was stopped: {finished} of {len(request.tasks)} tasks are done.")
+        return store
+    if folder.exists():
+        screen.say("Beginning afresh: the last demo's results are removed.")
+        shutil.rmtree(folder)
+    return Store(folder)
+
+
+def shown(path: Path) -> str:
+    """A path as one would type it here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def watcher(tasks: Sequence[Task], store: Store, screen: Screen) -> Callable[[Task, dict[str, Any]], None]:
+    """Hears what happens to tasks: moves the bar, and says how each ended."""
+    shares = {task.key: float(store.finished(task)) for task in tasks}
+    weights = {task.key: SECONDS[task.kind] for task in tasks}
+    running: dict[str, Task] = {}
+
+    def watch(task: Task, record: dict[str, Any]) -> None:
+        kind = record["kind"]
+        if kind == "start":
+            running[task.key] = task
+        elif kind == "train":
+            shares[task.key] = record["step"] / record["steps"]
+        elif kind == "speed":
+            rows = 2 * len(task.identity["ladder"]) + 1  # one image and a batch at each size, and a training step
+            shares[task.key] = min(1.0, shares[task.key] + 1 / rows)
+        elif kind in ("done", "failed", "lost"):
+            running.pop(task.key, None)
+            shares[task.key] = float(kind == "done")
+            screen.say(ended(task, record, store))
+        share = sum(weights[key] * shares[key] for key in weights) / sum(weights.values())
+        screen.at("comparing", share, doing(list(running.values())))
+
+    return watch
+
+
+def doing(tasks: Sequence[Task]) -> str:
+    if not tasks:
+        return "starting workers"
+    kind = tasks[0].kind
+    return DOING[kind] if kind == "teacher" else f"{DOING[kind]} {', '.join(task.label['candidate'] for task in tasks)}"
+
+
+def ended(task: Task, record: dict[str, Any], store: Store) -> str:
+    name = "teacher" if task.kind == "teacher" else task.label["candidate"]
+    found = store.result(task)
+    if record["kind"] != "done" or found is None:
+        return f"  {name:<12} {record['kind']}: {record.get('error') or record.get('text')}"
+    if task.kind == "speed":
+        last = [row for row in found["rows"] if row["pass"] == "inference"][-1]
+        if last["milliseconds"] is None:
+            return f"  {name:<12} {last['note']}"
+        spent = f"{last['milliseconds']['median']:.0f} ms for {last['batch']} images of {last['size']} px"
+        gain = "" if last["ratio"] in (None, 1.0) else f", {last['ratio']:.2f} times softmax's speed"
+        return f"  {name:<12} {spent}{gain}"
+    top1 = found["accuracy"]["top1"]
+    if task.kind == "teacher":
+        return f"  {name:<12} {top1:.1f} % of {found['data']['validation']} digits right"
+    return (
+        f"  {name:<12} {found['conversion']['zero_shot']:.1f} % right after conversion, {top1:.1f} % after distilling"
+    )
+
+
+def report(store: Path, page: Path, screen: Screen) -> Contents:
+    """Write the page."""
+    screen.say(f"$ linvit report {shown(store)} -o {shown(page)}")
+    screen.at("comparing", 1.0, "writing the report")
+    contents = gather([store])
+    page.write_text(render(contents), encoding="utf-8", newline="\n")
+    return contents
+
+
+def show(contents: Contents) -> None:
+    """The comparison as a table, what it is worth, and the report's first sentences."""
+    setting = contents.settings[0]
+    rows = sorted((row for row in setting.rows if not row.is_teacher), key=order)
+    top = max(timing.size for row in rows for speed in row.speeds for timing in speed.ladder)
+    last = f"at {top} px"
+    made = table(candidate=12, converted=-9, distilled=-9, **{"to softmax": -10, "ms": -5, last: -9, "drift": -5})
+    for row in rows:
+        made.add_row(*cells(row, top))
+    out = console()
+    out.print()
+    out.rule("Other attentions in the place of softmax", align="left")
+    out.print(made)
+    out.print(caption(setting, rows[0], top), style="italic")
+    for sentence in contents.answer.sentences:
+        out.print(sentence)
+
+
+def order(row: Row) -> tuple[bool, float]:
+    """Softmax first, then the best."""
+    return row.first.candidate != "softmax", -row.top1.mean
+
+
+def cells(row: Row, top: int) -> list[str]:
+    before, delta, drift = row.mean("conversion", "zero_shot"), row.delta, row.drift("bfloat16")
+    difference = "–"
+    if delta is not None:
+        half = f" ±{(delta.interval[1] - delta.interval[0]) / 2:.1f}" if delta.interval else ""
+        difference = f"{delta.mean:+.1f}{half}"
+    speeds = [(speed.many, timing) for speed in row.speeds if speed.what == "inference" for timing in speed.ladder]
+    alone = next((timing.median for many, timing in speeds if not many and timing.size == row.first.size), None)
+    gain = next((timing.ratio for many, timing in speeds if many and timing.size == top), None)
+    return [
+        row.name,
+        "–" if before is None else f"{before:.1f} %",
+        f"{row.top1.mean:.1f} %",
+        difference,
+        "–" if alone is None else f"{alone:.1f}",
+        "–" if gain is None else f"{gain:.2f}×",
+        "–" if drift is None or drift[0] is None else f"{100 * drift[0]:.1f} %",
+    ]
+
+
+def caption(setting: Setting, row: Row, top: int) -> str:
+    data, seeds = row.first.data["data"], len(row.seeds)
+    teacher = next((row.top1.mean for row in setting.rows if row.is_teacher), None)
+    taught = "" if teacher is None else f"The teacher scored {teacher:.1f} %. "
+    return (
+        f"{data['name']}: {data['train']:,} images to learn from, {data['validation']} to check; "
+        f"{'one seed' if seeds == 1 else f'{seeds} seeds'}, every candidate by the same recipe. {taught}"
+        "“to softmax” has a 95 % interval, paired over images: what lies within it is noise, also where it flatters. "
+        f"ms is one image of {row.first.size} px. “at {top} px” is a batch's speed against softmax, by turns, and the "
+        "busier the machine, the rougher. One thread, float32. “drift” is how far the outputs move in bfloat16."
+    )
