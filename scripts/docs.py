@@ -38,7 +38,9 @@ def index(rows: list[dict[str, Any]]) -> str:
         differs = ", ".join(differences(row["capabilities"]))
         lines.append(f"| [{row['name']}]({row['name']}.md) | {row['paper']} | {cost} | {differs} |")
     lines += ["", "Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys,"]
-    lines += ["wide values and key masks, and has an implied map. Every one takes `local`, the odd width of a depthwise"]
+    lines += [
+        "wide values and key masks, and has an implied map. Every one takes `local`, the odd width of a depthwise"
+    ]
     lines += ["convolution over the grid that is added to its output, zero at first (0: none).", ""]
     return "\n".join(lines)
 
