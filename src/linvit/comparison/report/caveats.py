@@ -72,8 +72,8 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
     shared = [run for run in runs if (run.number("training", "shared") or 1) > 1]
     if shared:
         found.append(
-            f"{len(shared)} of {len(runs)} trainings shared their device with others: training time, images/s and training"
-            " memory there say little. Accuracy and inference speeds are not touched by it."
+            f"{len(shared)} of {len(runs)} trainings shared their device with others: training time, images/s and"
+            " training memory there say little. Accuracy and inference speeds are not touched by it."
         )
     machines = {str(run.get("environment", "hardware")) for run in runs}
     if len(machines) > 1:
