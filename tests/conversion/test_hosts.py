@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 
+from linvit.attention.local import GridConv, NormShortcut, TokenConv
 from linvit.conversion import convert, find_hosts
 from linvit.conversion.host import Host
 from tests.conversion.families import DROP, FAMILIES, Family
@@ -140,3 +141,18 @@ def test_a_model_built_for_another_image_size_is_probed_at_that_size() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=(64, 96), depth=1, embed_dim=48, num_classes=7)
     convert(model, "qt")
     assert model(torch.randn(2, 3, 64, 96)).isfinite().all()
+
+
+@pytest.mark.parametrize("plan", ["castling", "qt", "focused", "agent"])
+def test_local_branches_of_a_converted_model_start_at_zero_and_learn(plan: str) -> None:
+    """Nothing random is added to pretrained features; gradients reach the branches all the same."""
+    for quiet in (True, False):
+        torch.manual_seed(0)
+        small = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+        model = timm.create_model("vit_tiny_patch16_224", **small, class_token=False, global_pool="avg")
+        convert(model, plan, quiet=quiet)
+        branches = [m for m in model.modules() if isinstance(m, GridConv | TokenConv | NormShortcut)]
+        values = [p for branch in branches for p in branch.parameters()]
+        assert branches and all(bool((p == 0).all()) for p in values) == quiet
+        model.train()(torch.randn(4, 3, 32, 32)).square().sum().backward()
+        assert all(p.grad is not None and bool(p.grad.any()) for p in values)

@@ -79,3 +79,12 @@ class NormShortcut(nn.Module):
 
     def forward(self, v: Tensor) -> Tensor:
         return F.gelu(run(self.norm, v.reshape(-1, v.shape[-1]))).reshape(v.shape)
+
+
+def begin_at_zero(mechanism: nn.Module) -> None:
+    """Let the local branches of a mechanism add nothing at first. A pretrained model has no use for random ones; they
+    learn from the first step on all the same."""
+    for module in mechanism.modules():
+        if isinstance(module, GridConv | TokenConv | NormShortcut):
+            for parameter in module.parameters():
+                nn.init.zeros_(parameter)

@@ -15,6 +15,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from linvit.attention.local import begin_at_zero
 from linvit.comparison.candidates import measured, plan_of
 from linvit.conversion import Plan, as_plan, convert, find_hosts, resample_patches
 from linvit.conversion.convert import Report, asks_of, own_size
@@ -94,9 +95,11 @@ def become(
     seed: int = 0,
     calibrate: Iterable[Tensor] | None = None,
     keep: Sequence[int] | None = None,
+    quiet: bool = False,
 ) -> Report:
     """Convert a softmax model to a candidate, in place; what its attention does and the mechanism cannot is given up.
-    Quadratic layers to be measured are measured on the images of `calibrate`, unless `keep` says what came of it."""
+    Quadratic layers to be measured are measured on the images of `calibrate`, unless `keep` says what came of it. With
+    `quiet`, for a model that is trained already, local branches start at zero."""
     side = own_size(model) if size is None else (size, size)
     own = {name: value for name, value in candidate["options"].items() if name not in ("keep", "layers", "where")}
     plan: Plan | str = plan_of(dict(candidate)) if keep is None else as_plan("mixa", keep=tuple(keep), **own)
@@ -105,10 +108,12 @@ def become(
         plan, options = "mixa", {"keep": candidate["options"].get("keep", 6), "calibrate": calibrate, **own}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(OWN_STREAM + seed)
-        report = convert(model, plan, drop=droppable(model), input_size=side, **options)
+        report = convert(model, plan, drop=droppable(model), input_size=side, quiet=quiet, **options)
         if isinstance(model, FairPyramid):  # its initialisation reaches into the mechanisms it is built with
             for host in [module for module in model.modules() if isinstance(module, Host)]:
                 host.mechanism.apply(init_weights)
+                if quiet:
+                    begin_at_zero(host.mechanism)
     return report
 
 
@@ -123,7 +128,7 @@ def student_of(
     """A copy of the teacher, at the structure's patch and image size, converted to the candidate."""
     student = copy.deepcopy(teacher)
     resize(student, structure["patch_size"], structure["size"])
-    return student, become(student, structure["candidate"], size=structure["size"], seed=seed, **measuring)
+    return student, become(student, structure["candidate"], size=structure["size"], seed=seed, quiet=True, **measuring)
 
 
 def resize(model: nn.Module, patch_size: int | None, size: int) -> None:

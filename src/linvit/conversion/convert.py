@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from linvit.attention import Mechanism, TokenGrid, create_attention, mechanism_class
+from linvit.attention.local import begin_at_zero
 from linvit.conversion.host import Ask, Grids, Host, stem
 from linvit.conversion.hosts import host_for, host_of
 from linvit.conversion.pictures import watch
@@ -69,6 +70,7 @@ def convert(
     input_size: tuple[int, int] | None = None,
     calibrate: Iterable[Any] | None = None,
     impl: str = "auto",
+    quiet: bool = True,
     **options: Any,
 ) -> Report:
     """Give the model's attention layers the mechanisms of a plan.
@@ -76,7 +78,9 @@ def convert(
     `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. What a
     mechanism cannot honour (a relative bias, say) is an error unless `drop` names it. `input_size` is the image size
     that learned positions are laid out for; the model's own by default. `calibrate`, batches of images, measures which
-    layers `mixa` keeps quadratic. Nothing is touched before everything fits.
+    layers `mixa` keeps quadratic. With `quiet` the local branches that mechanisms bring along start at zero, as suits
+    pretrained weights; a model to be trained from scratch wants them as their papers do. Nothing is touched before
+    everything fits.
     """
     measured = None
     if calibrate is not None:
@@ -94,6 +98,8 @@ def convert(
         if choice is None:
             continue
         mechanism = build_mechanism(module, choice, grids.get(name), impl)
+        if quiet:
+            begin_at_zero(mechanism)
         asks = [ask for ask in asks_of(model, module) if not ask.honoured_by(mechanism)]
         if any(ask.keeps for ask in asks):
             kept[name] = next(ask.feature for ask in asks if ask.keeps)

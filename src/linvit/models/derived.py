@@ -34,7 +34,7 @@ def derived(name: str, base: str, plan: Callable[..., Plan], options: Sequence[s
         if base.startswith("efficientvit"):
             kwargs.pop("img_size", None)  # fully convolutional: only the learned positions have a size
         model = timm.create_model(base, **{**fixed, **kwargs})
-        convert(model, chosen, input_size=(size, size) if isinstance(size, int) else tuple(size))
+        convert(model, chosen, input_size=(size, size) if isinstance(size, int) else tuple(size), quiet=False)
         num_classes = kwargs.get("num_classes", cfg["num_classes"])
         named: Any = {**cfg, "architecture": name, "num_classes": num_classes}
         model.pretrained_cfg = model.default_cfg = named
