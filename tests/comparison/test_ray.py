@@ -66,10 +66,12 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-    made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
-    made.add_node(**small)
-    yield made
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # else they wait for every other test on the machine
+        made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+        made.add_node(**small)
+        yield made
+        made.shutdown()
 
 
 @pytest.fixture(scope="module")
