@@ -59,7 +59,7 @@ def test_the_stream_comes_closer_and_nothing_else_moves(plan: str) -> None:
     teacher, student = pair(plan)
     before, at_first = error(teacher, student), copy.deepcopy(student.state_dict())
     fit_projections(teacher, student, BATCHES)
-    assert error(teacher, student) < 0.7 * before
+    assert error(teacher, student) < 0.9 * before
     moved = {name for name, value in student.state_dict().items() if not torch.equal(value, at_first[name])}
     maps = [f"blocks.{i}.{name}" for i in range(3) for name in ("attn.proj", "mlp.fc2")]
     assert moved == {f"{name}.{part}" for name in maps for part in ("weight", "bias")}
