@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from linvit.comparison.report import Contents
+from linvit.comparison.report.rows import Row
+
 # name: accuracy against softmax, milliseconds of fixed cost, of linear and of quadratic cost
 MECHANISMS: dict[str, tuple[float, float, float, float]] = {
     "softmax": (0.0, 2.0, 1.0, 0.9),
@@ -255,3 +258,10 @@ def candidate_key(name: str, patch: int) -> str:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def row_of(contents: Contents, name: str, patch: int = 4) -> Row:
+    """A candidate's row in the first setting."""
+    found = [row for row in contents.settings[0].rows if row.name == name and row.first.patch == patch]
+    assert len(found) == 1
+    return found[0]

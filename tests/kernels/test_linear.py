@@ -1,104 +1,18 @@
-"""The fused linear attention against float64: outputs, all gradients, and how PyTorch may use it."""
+"""The fused linear attention against float64: outputs and all gradients."""
 
 from __future__ import annotations
 
 from functools import partial, partialmethod
-from math import pi
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.errors import LinvitError
 from linvit.kernels import linear_launch, linear_plan
-from linvit.kernels.linear import Formula, attend, linear_attention, linear_attention_packed, packed_source, why_not
-from tests.kernels.conftest import ON_GPU
-
-FORMULAS = {
-    "stella": Formula("relu", scale=0.01),
-    "relu": Formula("relu", row_sum=True, eps=1e-6),
-    "cosformer": Formula("relu", row_sum=True, clamp=True, eps=1e-6),
-    "elu": Formula("elu_plus_one", row_sum=True, eps=1e-6),
-    "sigmoid": Formula("sigmoid", row_sum=True),
-    "angular": Formula("direction", scale=1 / pi, feature_eps=1e-6, own=0.5, norm=True, norm_eps=1e-6),
-    "qt": Formula("square", row_sum=True, eps=1e-15, feature_eps=1e-15),
-    "identity": Formula("identity", scale=0.1),
-}
-every = pytest.mark.parametrize("name", FORMULAS)
-HALF = (torch.bfloat16, torch.float16)
-DTYPES = (torch.float32, *HALF)
-
-
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, formula: Formula, mask: Tensor | None = None, constant: Tensor | None = None
-) -> Tensor:
-    """The formula as it is written, in the dtype it gets."""
-    features = {
-        "relu": torch.relu,
-        "elu_plus_one": lambda x: F.elu(x) + 1,
-        "sigmoid": torch.sigmoid,
-        "direction": lambda x: F.normalize(x, dim=-1, eps=formula.feature_eps),
-        "square": lambda x: F.normalize(x**2, dim=-1, eps=1e-300),
-        "identity": lambda x: x,
-    }
-    phi_q, phi_k = features[formula.feature](q), features[formula.feature](k)
-    keys: int | Tensor = k.shape[2]
-    if mask is not None:
-        keep = mask[:, None, :, None]
-        phi_k, v, keys = torch.where(keep, phi_k, 0), torch.where(keep, v, 0), keep.sum(2, keepdim=True)
-    out = phi_q @ (phi_k.transpose(-2, -1) @ v)
-    if constant is not None:
-        out = out + constant * v.sum(2, keepdim=True)
-    if formula.row_sum:
-        total = phi_q @ phi_k.sum(2).unsqueeze(-1)
-        if constant is not None:
-            total = total + constant * keys
-        out = out / (total.clamp_min(formula.eps) if formula.clamp else total + formula.eps)
-    out = out * formula.scale
-    if formula.own:
-        out = out + formula.own * v
-    return F.normalize(out, dim=-1, eps=formula.norm_eps) if formula.norm else out
-
-
-def error(found: Tensor, exact: Tensor, least: float = 1e-30) -> float:
-    found, exact = found.detach().double(), exact.detach().double()
-    return float((found - exact).norm() / exact.norm().clamp_min(least))
-
-
-def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
-
-
-def inputs(
-    device: torch.device, dtype: torch.dtype, batch: int, heads: int, queries: int, dim: int,
-    keys: int | None = None, value_dim: int | None = None,
-) -> list[Tensor]:  # fmt: skip
-    keys, value_dim = keys or queries, value_dim or dim
-    shapes = ((queries, dim), (keys, dim), (keys, value_dim))
-    return [draw(device, dtype, batch, heads, *s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
-
-
-def compare(name: str, tensors: list[Tensor], mask: Tensor | None = None) -> None:
-    """Output and gradients within the promised distance of float64."""
-    formula, dtype = FORMULAS[name], tensors[0].dtype
-    constant = torch.tensor(0.7, device=tensors[0].device, requires_grad=True) if name == "qt" else None
-    leaves = [*tensors, constant] if constant is not None else tensors
-    out = linear_attention(*tensors, formula, mask, constant)
-    exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
-    exact = reference(*exact_leaves[:3], formula, mask, exact_leaves[3] if constant is not None else None)
-    grad = draw(out.device, dtype, *out.shape, seed=7)
-    found, wanted = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(exact, exact_leaves, grad.double())
-    assert out.dtype == dtype and out.shape == exact.shape
-    assert error(out, exact) < (5e-3 if dtype in HALF else 1e-5)
-    for letter, one, other in zip(("dq", "dk", "dv", "dc"), found, wanted, strict=False):
-        # With one key or one feature a row sum leaves nothing of dq and dk: that nothing is held to d out instead.
-        least = 1e-3 * float(grad.norm())
-        assert error(one, other, least) < (1e-2 if dtype in HALF else 1e-4), letter
+from linvit.kernels.linear import Formula, attend, linear_attention, linear_attention_packed, packed_source
+from tests.kernels.linear_reference import DTYPES, FORMULAS, HALF, compare, draw, error, every, inputs, reference
 
 
 @every
@@ -251,86 +165,6 @@ def test_nan_shows(device: torch.device) -> None:
     assert out[0, 0, 3].isnan().all() and out.isnan().sum() == 8
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_opcheck(packed: bool, device: torch.device) -> None:
-    tensors = inputs(device, torch.float32, 2, 2, 20, 8)
-    mask, constant = draw(device, torch.float32, 2, 20) > 0, torch.tensor(0.5, device=device, requires_grad=True)
-    rest = (mask, constant, *FORMULAS["qt"], True)
-    if packed:
-        qkv = draw(device, torch.float32, 2, 20, 3, 2, 8).requires_grad_()
-        torch.library.opcheck(torch.ops.linvit.linear_attention_packed.default, (qkv, *rest))
-    else:
-        torch.library.opcheck(torch.ops.linvit.linear_attention.default, (*tensors, *rest))
-
-
-def test_compiles_as_one_graph(device: torch.device) -> None:
-    tensors = inputs(device, torch.float32, 2, 2, 20, 8)
-    torch._dynamo.reset()
-    backend = "inductor" if ON_GPU else "aot_eager"
-    compiled = torch.compile(
-        lambda q, k, v: linear_attention(q, k, v, FORMULAS["elu"]) * 2, fullgraph=True, backend=backend
-    )
-    found = torch.autograd.grad(compiled(*tensors).sin().sum(), tensors)
-    wanted = torch.autograd.grad((linear_attention(*tensors, FORMULAS["elu"]) * 2).sin().sum(), tensors)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-class Packed(torch.nn.Module):
-    def forward(self, qkv: Tensor) -> Tensor:
-        return linear_attention_packed(qkv, FORMULAS["relu"])
-
-
-def test_exports_with_any_number_of_tokens(device: torch.device) -> None:
-    qkv, more = draw(device, torch.float32, 2, 20, 3, 2, 8), draw(device, torch.float32, 2, 31, 3, 2, 8)
-    shapes = {"qkv": {1: torch.export.Dim("tokens", min=2, max=4096)}}
-    exported = torch.export.export(Packed(), (qkv,), dynamic_shapes=shapes).module()
-    assert torch.equal(exported(more), Packed()(more))
-
-
-def test_autocast_and_checkpointing(device: torch.device) -> None:
-    tensors = inputs(device, torch.float32, 1, 2, 20, 8)
-    formula = FORMULAS["relu"]
-    plain = torch.autograd.grad(linear_attention(*tensors, formula).sin().sum(), tensors)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        out = linear_attention(*tensors, formula)
-    assert out.dtype == torch.float32
-    again = checkpoint(lambda *t: linear_attention(*t, formula), *tensors, use_reentrant=False)
-    for one, other in zip(torch.autograd.grad(again.sin().sum(), tensors), plain, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_flops_are_those_of_the_reference(device: torch.device) -> None:
-    tensors = inputs(device, torch.float32, 2, 2, 20, 8, 12, 4)
-    counts = []
-    for run in (linear_attention, reference):
-        with FlopCounterMode(display=False) as counter:
-            run(*tensors, FORMULAS["relu"])
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
-
-
-def test_says_why_it_cannot(device: torch.device) -> None:
-    q, k, v = (t.detach() for t in inputs(device, torch.float32, 1, 2, 20, 8))
-    formula = FORMULAS["relu"]
-    assert why_not(q, k, v, formula) is None
-    assert "float64" in str(why_not(q.double(), k.double(), v.double(), formula))
-    assert "different types" in str(why_not(q, k, v.half(), formula))
-    assert "too wide" in str(why_not(*(t.new_zeros(1, 1, 4, 600) for t in (q, k, v)), formula))
-    assert "feature map" in str(why_not(q, k, v, formula._replace(feature="cosine")))
-    assert "as many keys" in str(why_not(q, k[:, :, :9], v[:, :, :9], FORMULAS["angular"]))
-    assert "empty" in str(why_not(q[:, :, :0], k, v, formula))
-
-
-def test_few_ways_to_lay_out_heads() -> None:
-    for heads, dim, value_dim in ((3, 1, 1), (6, 64, 64), (12, 32, 128), (5, 256, 256), (1, 3, 300), (64, 2, 2)):
-        for itemsize in (2, 4):
-            layout = linear_plan.layout_of(heads, dim, value_dim, itemsize)
-            assert layout.key_width >= dim and layout.value_width * layout.value_blocks >= value_dim
-            assert layout.group * min(layout.key_width, layout.value_width) >= 16
-            assert layout.numbers % 16 == 0
-
-
 @pytest.mark.gpu
 @every
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -361,26 +195,3 @@ def test_a_million_tokens_and_offsets_past_32_bits(device: torch.device) -> None
     assert error(out[:, -1, -5:], exact) < 5e-3
     (grad,) = torch.autograd.grad(out[:, :, -5:].float().sum(), qkv)
     assert grad.isfinite().all() and grad[:, -5:, 0].abs().sum() > 0 and grad[:, :, 2].abs().sum() > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 3, 196, 64), (8, 6, 784, 32), (1, 3, 4096, 64), (64, 6, 196, 64)])
-def test_replays_from_a_graph(shape: tuple[int, ...], device: torch.device) -> None:
-    tensors = inputs(device, torch.bfloat16, *shape)
-
-    def run() -> list[Tensor]:
-        out = linear_attention(*tensors, FORMULAS["relu"])
-        return [out, *torch.autograd.grad(out, tensors, torch.ones_like(out))]
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.copy_(torch.randn_like(tensor))
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))

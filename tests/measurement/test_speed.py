@@ -135,6 +135,19 @@ def test_environment_says_where_a_number_comes_from() -> None:
     assert len(found["source"]) == 16 and found["hardware"] and found["time"].endswith("+00:00")
 
 
+@pytest.mark.parametrize(
+    "word, told",
+    [
+        ("/home/me/out/a.json", "a.json"),
+        ("--output=/home/me/a.json", "--output=a.json"),
+        ("runs/a", "runs/a"),
+        ("-o", "-o"),
+    ],
+)
+def test_a_command_names_no_folder_of_one_machine(word: str, told: str) -> None:
+    assert record.environment("cpu", ["linvit", word])["command"] == f"linvit {told}"
+
+
 def test_side_by_side_ratios() -> None:
     def row(name: str, ms: float, status: str = "ok") -> dict[str, Any]:
         sizes = {"batch": 1, "heads": 1, "head_dim": 8, "tokens": 16, "pass": "forward"}

@@ -54,12 +54,12 @@ def test_maps_that_were_spoilt_are_found_again(scale: float | None) -> None:
         torch.testing.assert_close(value, wanted[name], rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("plan", ["stella", "relu_linear", "fastformer", "castling"])
-def test_the_stream_comes_closer_and_nothing_else_moves(plan: str) -> None:
+@pytest.mark.parametrize("plan, left", [("stella", 0.7), ("relu_linear", 0.7), ("fastformer", 0.7), ("castling", 0.9)])
+def test_the_stream_comes_closer_and_nothing_else_moves(plan: str, left: float) -> None:
     teacher, student = pair(plan)
     before, at_first = error(teacher, student), copy.deepcopy(student.state_dict())
     fit_projections(teacher, student, BATCHES)
-    assert error(teacher, student) < 0.9 * before
+    assert error(teacher, student) < left * before
     moved = {name for name, value in student.state_dict().items() if not torch.equal(value, at_first[name])}
     maps = [f"blocks.{i}.{name}" for i in range(3) for name in ("attn.proj", "mlp.fc2")]
     assert moved == {f"{name}.{part}" for name in maps for part in ("weight", "bias")}

@@ -1,11 +1,22 @@
-"""How verbs read what is typed: numbers with commas, image sizes, name=value pairs."""
+"""How verbs read what is typed: numbers with commas, image sizes, name=value pairs; and options several verbs share."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from linvit.errors import LinvitError
+
+ModelArg = Annotated[
+    list[str] | None, typer.Option("--model-arg", metavar="NAME=VALUE", help="An argument of timm.create_model.")
+]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")]
+Root = Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named set lies.")]
+Loader = Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")]
+Workers = Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")]
 
 
 def numbers(text: str, least: int = 1) -> list[int]:

@@ -62,7 +62,7 @@ def op(
     if source is not None:
         result = record.read_result(source, "bench op")
     else:
-        place = _device(device)
+        place = find_device(device)
         kind = dtype or ("bf16" if place.type == "cuda" else "fp32")
         settings = {"mechanism": mechanism, "options": pairs(option, "--option"), "dtype": kind, "layout": "packed"}
         if preset is not None and preset not in speed.PRESETS:
@@ -99,7 +99,7 @@ def _measure_op(
     from linvit.measurement import clock, record, speed
 
     head = {"kind": "bench op", "version": 1, **settings}
-    path = resume or output or _default_path(f"bench-op-{settings['mechanism']}")
+    path = resume or output or default_path(f"bench-op-{settings['mechanism']}")
     file = record.ResultFile(path, head, record.environment(device), resume=resume is not None)
     file.data.setdefault("floor_elements", speed.ELEMENTS)
     file.data.setdefault("bandwidth", clock.copy_bandwidth(device))
@@ -156,7 +156,7 @@ def model(
     elif not name:
         raise LinvitError("give a timm model, such as deit_small_patch16_224, or --from FILE")
     else:
-        place = _device(device)
+        place = find_device(device)
         kind = dtype or ("bf16" if place.type == "cuda" else "fp32")
         resolutions, batches = numbers(resolution), numbers(batch)
         if len(batches) == 1:
@@ -165,7 +165,7 @@ def model(
             raise LinvitError(f"give one batch size, or {len(resolutions)}: one per resolution")
         options: dict[str, Any] = {} if keep is None else {"keep": keep}
         head = {"kind": "bench model", "version": 1, "model": name, "to": to, "options": options, "dtype": kind}
-        path = resume or output or _default_path(f"bench-model-{name}-{to}")
+        path = resume or output or default_path(f"bench-model-{name}-{to}")
         file = record.ResultFile(path, head, record.environment(place), resume=resume is not None)
         which, how = _words(passes, model_speed.PASSES), _words(modes, model_speed.MODES)
         rows = model_speed.sweep(
@@ -235,7 +235,7 @@ def scaling(
         raise typer.Exit(1)
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     import torch
 
     if name == "auto":
@@ -255,5 +255,5 @@ def _words(text: str, known: tuple[str, ...] = ("ours", "sdpa", "reference", "co
     return words
 
 
-def _default_path(stem: str) -> Path:
+def default_path(stem: str) -> Path:
     return Path(f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from linvit.cli.arguments import pairs
-from linvit.cli.bench import Device, Output, _default_path, _device
+from linvit.cli.arguments import Loader, ModelArg, Root, Settings, Workers, pairs
+from linvit.cli.bench import Device, Output, default_path, find_device
 from linvit.cli.output import Json, print_json, progress
 from linvit.cli.train import start
 
@@ -18,14 +17,12 @@ def training(
     data: Annotated[str, typer.Option(help="As for `linvit train`.")] = "digits",
     to: Annotated[str, typer.Option(help="Plans or mechanisms to convert to, with commas, beside softmax.")] = "stella",
     recipe: Annotated[str, typer.Option(help="Whose batches, augmentation and optimiser.")] = "deit",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")] = None,
+    set_: Settings = None,
     steps: Annotated[int, typer.Option(help="Steps of each training.")] = 200,
-    model_arg: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")
-    ] = None,
-    root: Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named set lies.")] = None,
-    loader: Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")] = "auto",
-    workers: Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")] = 4,
+    model_arg: ModelArg = None,
+    root: Root = None,
+    loader: Loader = "auto",
+    workers: Workers = 4,
     device: Device = "auto",
     output: Output = None,
     as_json: Json = False,
@@ -45,7 +42,7 @@ def training(
     from linvit.training.distillation import open_teacher
     from linvit.training.recipes import recipe as named_recipe
 
-    place = _device(device)
+    place = find_device(device)
     config = override(named_recipe(recipe, model), set_ or [])
     args = pairs(model_arg, "--model-arg")
     train, _ = open_data(data, root=root)
@@ -53,7 +50,7 @@ def training(
     plans = {name: as_plan(name) for name in names}  # a wrong name is told before anything is trained
     head = {"kind": "bench training", "version": 1, "model": model, "args": args, "data": data, "steps": steps}
     head |= {"recipe": config.to_dict(), "images": len(train)}
-    path = output or _default_path(f"bench-training-{model}")
+    path = output or default_path(f"bench-training-{model}")
     file = record.ResultFile(path, head, record.environment(place))
     held = Held()
     with progress(f"training {model}", len(plans)) as advance:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.arguments import numbers, pairs
+from linvit.cli.arguments import Settings, numbers, pairs
 from linvit.cli.output import Json, print_json
 from linvit.errors import LinvitError
 
@@ -33,7 +33,7 @@ def compare(
     data: Annotated[str, typer.Option(help="As for train: digits, an image folder, a .tar, a named set.")] = "",
     root: Annotated[str, typer.Option(metavar="DIR", help="Where a named set lies.")] = "",
     recipe: Annotated[str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, distil or fast.")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")] = None,
+    set_: Settings = None,
     seeds: Annotated[str, typer.Option(help="With commas, such as 0,1,2.")] = "",
     patch_sizes: Annotated[str, typer.Option(help="With commas, such as 4,8.")] = "",
     sizes: Annotated[str, typer.Option(help="Image sizes to train at, with commas.")] = "",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from linvit.cli.arguments import pairs
+from linvit.cli.arguments import Loader, ModelArg, Root, Workers, pairs
 from linvit.cli.convert import build
 from linvit.cli.output import Json, console, print_json, progress, table
 from linvit.errors import LinvitError
@@ -30,12 +30,10 @@ def eval_(
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 256,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     pretrained: Annotated[bool, typer.Option(help="Fetch timm's weights.")] = True,
-    model_arg: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")
-    ] = None,
-    root: Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named set lies.")] = None,
-    loader: Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")] = "auto",
-    workers: Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")] = 4,
+    model_arg: ModelArg = None,
+    root: Root = None,
+    loader: Loader = "auto",
+    workers: Workers = 4,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Json = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.arguments import pairs
+from linvit.cli.arguments import Loader, ModelArg, Root, Settings, Workers, pairs
 from linvit.cli.convert import build, read_plan
 from linvit.cli.output import Json, console, print_json, progress, table
 from linvit.cli.train_output import screen
@@ -31,15 +31,13 @@ def train(
     teacher: Annotated[
         str, typer.Option(metavar="MODEL_OR_DIR", help="Whom to learn from; the unconverted model unless told.")
     ] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")] = None,
+    set_: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in RUN_DIR.")] = False,
     pretrained: Annotated[bool, typer.Option(help="Start from timm's weights.")] = True,
-    model_arg: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")
-    ] = None,
-    root: Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named set lies.")] = None,
-    loader: Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")] = "auto",
-    workers: Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")] = 4,
+    model_arg: ModelArg = None,
+    root: Root = None,
+    loader: Loader = "auto",
+    workers: Workers = 4,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Json = False,
 ) -> None:

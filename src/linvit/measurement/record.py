@@ -38,9 +38,15 @@ def environment(device: torch.device | str, command: list[str] | None = None) ->
         "linvit": __version__,
         "commit": commit(),
         "source": source_digest(),
-        "command": " ".join(command or ["linvit", *sys.argv[1:]]),
+        "command": " ".join(anywhere(word) for word in command or ["linvit", *sys.argv[1:]]),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def anywhere(word: str) -> str:
+    """A word of a command as it would be typed on another machine: of an absolute path only the last part."""
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{equals}{Path(value).name if Path(value).is_absolute() and value != '/' else value}"
 
 
 def hardware(device: torch.device | str) -> str:
