@@ -40,7 +40,7 @@ def run(
             return board.summary()
         tried.add(said[0])
         task = board.by_key[said[0]]
-        work(task, store, claim, watch, execute, device)
+        work(task, store, claim, watch, execute, device, state)
         state.wait_for_everyone()
 
 
@@ -53,11 +53,21 @@ def next_task(board: Board, store: Store, tried: set[str]) -> tuple[Task | None,
     return None, None
 
 
-def work(task: Task, store: Store, claim: Claim | None, watch: Watch, execute: Execute, device: str) -> None:
-    """Do a task; who holds the claim writes it down. An error ends the other processes, which would wait for ever."""
+def work(
+    task: Task,
+    store: Store,
+    claim: Claim | None,
+    watch: Watch,
+    execute: Execute,
+    device: str,
+    state: PartialState,
+) -> None:
+    """Do a task; who holds the claim writes it down, when nobody needs the work folder any more. An error ends the
+    other processes, which would wait for ever."""
     try:
         watch(task, {"kind": "start"})
         result = execute(task, store, device=device, watch=lambda record: watch(task, record))
+        state.wait_for_everyone()
         if claim is not None:
             store.write(task, result)
             watch(task, {"kind": "done"})
