@@ -37,7 +37,10 @@ def run(
         said: list[Any] = [task.key if task is not None else None]
         broadcast_object_list(said)
         if said[0] is None:
-            return board.summary()
+            summary = board.summary()
+            state.wait_for_everyone()
+            state.destroy_process_group()  # left to the interpreter's end, its threads now and then abort the process
+            return summary
         tried.add(said[0])
         task = board.by_key[said[0]]
         work(task, store, claim, watch, execute, device, state)
