@@ -8,7 +8,8 @@ not, and a resumed run equals an uninterrupted one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,16 +70,28 @@ class Capture:
     def record(self, work: Work, key: Hashable, images: Tensor, targets: Tensor) -> None:
         """Record the work; where something in it cannot be, say so and go on without."""
         made = Recording(torch.cuda.CUDAGraph(), images.clone(), targets.clone())
-        seed = torch.cuda.get_rng_state()
         try:
-            with torch.cuda.graph(made.graph, capture_error_mode="thread_local"):
+            with recording(made.graph):
                 work(made.images, made.targets)
         except RuntimeError as error:
             self.wanted = False
-            torch.cuda.set_rng_state(seed)
             self.note(f"the step cannot be recorded as a CUDA graph and runs without: {str(error).splitlines()[0]}")
             return
         self.recordings[key] = made
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Work inside is recorded. Where it fails, the generator would be left as if a recording were still under way and
+    refuse to draw, so it gets the state it had."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            yield
+    except RuntimeError:
+        generator.graphsafe_set_state(before)
+        raise
 
 
 class Replayed:
@@ -99,7 +112,7 @@ class Replayed:
                 return self.function(*given)
             graph, places = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in given]
             try:
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                with recording(graph):
                     results = self.function(*places)
             except RuntimeError:  # something in it asks the host
                 self.warm[key] = -(2**62)

@@ -66,8 +66,3 @@ def by_blocks(objective: Objective, model: nn.Module, blocks: Blocks) -> Step:
 def compiles(config: Config, device: torch.device) -> bool:
     """Whether steps are compiled by this config on this device."""
     return config.compile != "off" and (config.compile != "auto" or device.type == "cuda")
-
-
-def compiles_all(config: Config, device: torch.device) -> bool:
-    """Whether everything is, the augmentation too, and not only the model's blocks."""
-    return compiles(config, device) and config.compile not in ("auto", "blocks")

@@ -24,7 +24,7 @@ from linvit.training.distillation import Teacher
 from linvit.training.drop_path import set_drop_path
 from linvit.training.engine import FREE, Engine, Outcome
 from linvit.training.objectives import LOWERED, make_phases
-from linvit.training.phases import Phase, compiles, compiles_all
+from linvit.training.phases import Phase, compiles
 from linvit.training.processes import make_accelerator
 from linvit.training.repeating import repeatable
 
@@ -195,7 +195,7 @@ class SourceMaker:
         )
         if not training:
             batch *= CHECKED
-        compiled = compiles_all(config, where.device)
+        compiled = compiles(config, where.device)
         return Resident(
             pixels, self.preprocessing, batch, self.classes, augmentation=augmentation, compile=compiled, **place
         )

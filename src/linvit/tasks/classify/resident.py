@@ -172,13 +172,15 @@ def make_augmenter(
     augmentation: Augmentation, preprocessing: Preprocessing, classes: int, device: torch.device, compile: bool
 ) -> tuple[Augmenter, Callable[[Tensor, Tensor, Draws], tuple[Tensor, Tensor]]]:
     """The augmenter and how to call it. Every step draws its numbers from a seed of its own, so runs can share it:
-    what the first compiled or recorded, the others find."""
+    what the first compiled or recorded, the others find. Only colours are worth compiling, which pass over the pictures
+    some hundred times."""
     augmenter = Augmenter(augmentation, preprocessing, classes, device=device)
-    if compile:
-        return augmenter, torch.compile(augmenter, dynamic=False)
+    call: Callable[..., tuple[Tensor, Tensor]] = augmenter
+    if compile and (augmentation.randaugment or augmentation.colour_jitter):
+        call = torch.compile(augmenter, dynamic=False)
     if device.type != "cuda":
-        return augmenter, augmenter
-    recorded = Replayed(lambda images, labels, *draws: augmenter(images, labels, Draws(*draws)))
+        return augmenter, call
+    recorded = Replayed(lambda images, labels, *draws: call(images, labels, Draws(*draws)))
     return augmenter, lambda images, labels, draws: cast(tuple[Tensor, Tensor], recorded(images, labels, *draws))
 
 
