@@ -95,7 +95,7 @@ train(rich_model(), Path(sys.argv[1]), objective=slow, resume=True, **RICH)
 
 def test_kill_9_at_a_random_step(whole: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())})
     lines = random.randint(1, 14)  # a random step and a random moment in it
     try:
         while process.poll() is None:

@@ -34,8 +34,15 @@ def values_at_queries(v: Tensor, call: Call) -> Tensor:
     return torch.cat((prefix, grid.from_map(picture, v.shape[1])), dim=2)
 
 
+BLOCK = 64  # tokens that share one product of TokenConv on a GPU
+
+
 class TokenConv(nn.Module):
-    """A 1-D convolution along the raster order, all tokens included: one filter per head, shared by its channels."""
+    """A 1-D convolution along the raster order, all tokens included: one filter per head, shared by its channels.
+
+    GPUs have no good kernel for so few channels, the gradient of the filter above all, so there it is a product of
+    stretches of tokens with a banded matrix.
+    """
 
     def __init__(self, heads: int, kernel_size: int) -> None:
         super().__init__()
@@ -43,7 +50,19 @@ class TokenConv(nn.Module):
         self.conv = nn.Conv2d(heads, heads, (kernel_size, 1), padding=(kernel_size // 2, 0), groups=heads, bias=False)
 
     def forward(self, v: Tensor) -> Tensor:
-        return run(self.conv, v)
+        return self.banded(v) if v.is_cuda else run(self.conv, v)
+
+    def banded(self, v: Tensor) -> Tensor:
+        batch, heads, tokens, width = v.shape
+        taps, half = self.kernel_size, self.kernel_size // 2
+        padded = F.pad(v, (0, 0, half, -tokens % BLOCK + half))
+        stretches = padded.unfold(2, BLOCK + 2 * half, BLOCK)  # (batch, heads, blocks, width, what a block sees)
+        seen, place = torch.arange(stretches.shape[-1], device=v.device), torch.arange(BLOCK, device=v.device)
+        tap = torch.arange(taps, device=v.device)[:, None, None]
+        weight = self.conv.weight.view(heads, taps)
+        shifts = (seen[:, None] - place == tap).to(weight.dtype)
+        band = (weight @ shifts.flatten(1)).view(heads, 1, len(seen), BLOCK).to(v.dtype)
+        return (stretches @ band).transpose(-2, -1).reshape(batch, heads, -1, width)[:, :, :tokens]
 
     def macs(self, size: Size) -> int:
         return size.batch * size.heads * size.queries * size.value_dim * self.kernel_size
