@@ -78,6 +78,15 @@ def test_resume_equals_uninterrupted(whole: Any, tmp_path: Path, step: int) -> N
     assert logged[0] == logged[1]
 
 
+def test_resume_with_muon(tmp_path: Path) -> None:
+    settings = {**RICH, "optimiser": "muon"}
+    whole, _ = train(rich_model(), tmp_path / "whole", **settings)
+    with pytest.raises(Killed):
+        train(rich_model(), tmp_path / "part", objective=dying(9), **settings)
+    made, _ = train(rich_model(), tmp_path / "part", resume=True, **settings)
+    assert same(weights(made.model), weights(whole.model))
+
+
 SCRIPT = """
 import sys
 from pathlib import Path

@@ -65,17 +65,17 @@ def test_resume_equals_uninterrupted(tmp_path: Path, plan: str | None, precision
 
 
 @pytest.mark.parametrize("plan", [None, "stella", "castling", "relu_quadratic", "mobile", "qt"])
-@pytest.mark.parametrize("compile", ["off", "default"])
-def test_a_recorded_step_has_the_same_bits(plan: str | None, compile: str) -> None:
+@pytest.mark.parametrize("compile, optimiser", [("off", "adamw"), ("default", "adamw"), ("off", "muon")])
+def test_a_recorded_step_has_the_same_bits(plan: str | None, compile: str, optimiser: str) -> None:
     notes: list[str] = []
 
     def watch(record: dict[str, Any]) -> None:
         notes.extend([record["text"]] if record["kind"] == "note" else [])
 
-    recorded = make(plan=plan, watch=watch, precision="bf16", compile=compile)
+    recorded = make(plan=plan, watch=watch, precision="bf16", compile=compile, optimiser=optimiser)
     recorded.run()
     assert recorded.capture.recordings and not notes
-    plain = make(plan=plan, precision="bf16", compile=compile, cuda_graph=False)
+    plain = make(plan=plan, precision="bf16", compile=compile, optimiser=optimiser, cuda_graph=False)
     plain.run()
     assert not plain.capture.recordings
     assert same(weights(recorded.model), weights(plain.model))

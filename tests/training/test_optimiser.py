@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from linvit.training.config import Config, Stage
+from linvit.training.muon import Muon, parts_of
 from linvit.training.optimiser import clip, make_optimiser, select_trainable
 from linvit.training.recipes import recipe
 from linvit.training.schedule import Schedule, stage_schedule
@@ -37,6 +38,65 @@ def test_schedules_of_recipes() -> None:
     assert rate(0) == 0 and rate(200) == pytest.approx(2e-3) and rate(1700) == pytest.approx(1e-3)
     fast = recipe("fast")
     assert stage_schedule(fast, Stage("x", lr=1e-2), 100, 10)(5) == pytest.approx(1e-2, rel=0.01)
+
+
+def gradients_for(parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+
+
+def test_muon_is_torchs_muon() -> None:
+    """One matrix after the other there, all of a shape at once here; for a packed qkv, each of its three parts."""
+    torch.manual_seed(0)
+    shapes = [(24, 16), (24, 16), (16, 40)]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in given] for given in [[torch.randn(s) for s in shapes]] * 2)
+    packed = torch.nn.Parameter(torch.randn(48, 16))
+    begun, held = [p.detach().clone() for p in ours], packed.detach().clone()
+    alone = [torch.nn.Parameter(part.clone()) for part in packed.detach().split(16)]
+    group = {"params": [*ours, packed], "parts": [1, 1, 1, parts_of("attn.qkv.weight", packed)], "weight_decay": 0.1}
+    made = Muon([group], lr=1e-2, fused=True)
+    given = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    reference = torch.optim.Muon([*theirs, *alone], **given)
+    for _ in range(4):
+        gradients_for([*ours, packed])
+        for a, b in zip(theirs, ours, strict=True):
+            a.grad = b.grad.clone()
+        for a, b in zip(alone, packed.grad.split(16), strict=True):
+            a.grad = b.clone()
+        made.step()
+        reference.step()
+    for a, b, start in zip([*ours, packed], [*theirs, torch.cat(list(alone))], [*begun, held], strict=True):
+        assert (a - b).norm() < 0.03 * (b - start).norm()  # directions are found in bfloat16
+
+
+def test_muon_leaves_out_a_bad_step() -> None:
+    torch.manual_seed(0)
+    matrix, vector = torch.nn.Parameter(torch.randn(8, 8)), torch.nn.Parameter(torch.randn(8))
+    made = Muon([{"params": [matrix], "parts": [1]}, {"params": [vector]}], lr=1e-2, fused=True)
+    made.grad_scale, made.found_inf = None, torch.zeros(())
+    gradients_for([matrix, vector])
+    made.step()
+    before = [matrix.clone(), vector.clone(), made.state[matrix]["momentum"].clone()]
+    matrix.grad[0, 0] = torch.nan
+    made.found_inf.fill_(1)
+    made.step()
+    assert all(map(torch.equal, before, [matrix, vector, made.state[matrix]["momentum"]]))
+    made.found_inf.fill_(0)
+    gradients_for([matrix, vector])
+    made.step()
+    assert not torch.equal(before[0], matrix) and not torch.equal(before[1], vector)
+
+
+def test_muon_moves_the_inner_matrices() -> None:
+    model = small_model("stella")
+    named = select_trainable(model, "all")
+    made = make_optimiser(Config(optimiser="muon"), model, named)
+    inner = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
+    chosen = {name for name, p in named.items() if id(p) in inner}
+    assert {name.split(".", 2)[2] for name in chosen} == {
+        f"{n}.weight" for n in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    }
+    assert {parts for group in made.param_groups for parts in group.get("parts", [])} == {1, 3}
 
 
 def decaying(config: Config) -> set[str]:

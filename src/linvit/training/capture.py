@@ -38,7 +38,7 @@ def captures(config: Config, accelerator: Accelerator) -> bool:
         and accelerator.num_processes == 1
         and config.accumulate == 1
         and accelerator.scaler is None
-        and config.optimiser == "adamw"
+        and config.optimiser != "sgd"
         and config.compile in ("auto", "off", "blocks", "default")
     )
 

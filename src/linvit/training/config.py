@@ -15,7 +15,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 from linvit.errors import LinvitError, unknown
 
 CHOICES = {
-    "optimiser": ("adamw", "sgd"),
+    "optimiser": ("adamw", "sgd", "muon"),
     "schedule": ("cosine", "constant"),
     "no_decay": ("vectors", "norm_and_bias", "nothing"),
     "loss": ("cross_entropy", "bce"),

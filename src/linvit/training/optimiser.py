@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError
 from linvit.training.config import Config
+from linvit.training.muon import Muon, parts_of
 
 
 def select_trainable(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
@@ -49,18 +50,21 @@ def decays(name: str, parameter: Tensor, rule: str, own: Iterable[str]) -> bool:
 def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was no number."""
     own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
-    kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    head = classifier_name(model)
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in trainable.items():
-        kinds[decays(name, parameter, config.no_decay, own)].append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": config.weight_decay if decay else 0.0}
-        for decay, parameters in kinds.items()
-        if parameters
-    ]
+        decay = decays(name, parameter, config.no_decay, own)
+        inner = config.optimiser == "muon" and parameter.ndim == 2 and not (head and name.startswith(head + "."))
+        group = groups.setdefault((decay, inner), {"params": [], "weight_decay": config.weight_decay if decay else 0.0})
+        group["params"].append(parameter)
+        if inner:
+            group.setdefault("parts", []).append(parts_of(name, parameter))
+    given = list(groups.values())
     if config.optimiser == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
+        return torch.optim.SGD(given, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
     on_device = next(iter(trainable.values())).is_cuda  # then its step can be part of a CUDA graph
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True, capturable=on_device)
+    kind = Muon if config.optimiser == "muon" else torch.optim.AdamW
+    return kind(given, lr=config.lr, betas=config.betas, eps=config.eps, fused=True, capturable=on_device)
 
 
 def clip(config: Config, trainable: dict[str, nn.Parameter], norm: Tensor, head: str | None) -> None:

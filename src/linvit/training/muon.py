@@ -1,0 +1,90 @@
+"""Muon: matrices move along the orthogonal factor of their momentum, all directions equally far; the rest by AdamW.
+
+A converted model has to change along many directions of which few have large gradients, and has few steps to do it in.
+The rate is matched to AdamW's (the root mean square of a move is that of AdamW's, 0.2 of the rate), so one rate serves
+both. torch has a Muon too; this one differs in what our engine needs. Matrices of one shape are handled in one go, a
+packed qkv as its three parts; nothing asks the host, so that a step can be recorded as a CUDA graph; and a step with
+`found_inf` leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steep at zero, and close enough to one from there on
+ITERATIONS = 5
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Nearly the orthogonal factor of each matrix `(…, rows, columns)`, by Newton–Schulz iteration in bfloat16."""
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT.bfloat16() if tall else matrices.bfloat16()
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x
+
+
+def parts_of(name: str, matrix: Tensor) -> int:
+    """How many matrices a parameter holds, one below the other."""
+    rows, columns = matrix.shape
+    return 3 if "qkv" in name and rows == 3 * columns else 1
+
+
+class Muon(torch.optim.AdamW):
+    """Groups with `parts`, a count for each of their parameters, are moved by Muon, the others by AdamW."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float = 0.95, **adamw: Any) -> None:
+        self.momentum = momentum
+        super().__init__(groups, **adamw)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        every = self.param_groups
+        self.param_groups = [group for group in every if "parts" not in group]
+        try:
+            loss = super().step(closure)
+        finally:
+            self.param_groups = every
+        for group in every:
+            if "parts" in group:
+                self.move(group)
+        return loss
+
+    def move(self, group: dict[str, Any]) -> None:
+        """One step of the matrices in a group."""
+        shapes: dict[tuple[int, ...], list[Tensor]] = {}
+        for parameter, parts in zip(group["params"], group["parts"], strict=True):
+            if parameter.grad is not None:
+                shapes.setdefault((parts, *parameter.shape), []).append(parameter)
+        found = getattr(self, "found_inf", None)
+        rate = group["lr"]
+        for (parts, rows, columns), parameters in shapes.items():
+            gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
+            before = torch.stack([self.momentum_of(p) for p in parameters])
+            after = before.lerp(gradients, 1 - self.momentum)
+            ahead = gradients.lerp(after, self.momentum).view(-1, parts, rows // parts, columns)
+            size = 0.2 * max(rows // parts, columns) ** 0.5
+            change = (orthogonal(ahead).float() * size).view(gradients.shape).to(gradients.dtype) * rate
+            change = change + torch.stack(parameters) * (group["weight_decay"] * rate)
+            if found is not None:
+                change = torch.where(found > 0, torch.zeros_like(change), change)
+                after = torch.where(found > 0, before, after)
+            torch._foreach_sub_(parameters, list(change.unbind()))
+            torch._foreach_copy_([self.momentum_of(p) for p in parameters], list(after.unbind()))
+
+    def momentum_of(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        found: Tensor = state["momentum"]
+        return found
