@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Measures what results/ holds for one GPU, the most important first: benchmarks/measure.sh FOLDER NAME
-# NAME, such as h200, ends the files' names. With `warm` as a third word the same is run all at once and nothing is
-# kept: compilers fill their caches, which takes most of the time otherwise.
+# NAME, such as h200, ends the files' names. With IMAGES=imagenette128.tar training is measured as well. With `warm` as a
+# third word the same is run all at once and nothing is kept: compilers fill their caches, which takes most of the time
+# otherwise.
 set -u
+images=${IMAGES-}
 out=$1 name=$2 warm=${3-}
 
 bench() { # result, then the command; a result that is there is left alone
@@ -44,3 +46,7 @@ bench op-stella-host op -m stella --batch 1 --heads 3 --head-dim 16,64 --tokens 
 bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
 bench model-deit_small-stella-eager "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes eager --budget 0.2
+if [ "$images" ]; then
+  bench training-vit_tiny training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_size=8 \
+    --data "$images" --recipe deit --set batch_size=256 --to stella
+fi

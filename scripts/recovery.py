@@ -1,15 +1,18 @@
-"""What conversion loses and training returns: a table and a picture of the recovery experiment's store.
+"""What conversion loses and training returns: tables and a picture of the recovery experiment's store.
 
-    python scripts/recovery.py benchmarks/stores/recovery docs/recovery.md docs/recovery.png
+    python scripts/recovery.py benchmarks/stores/recovery docs/recovery.md docs/recovery.png SPEEDS.json …
 
 A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is
-what so many epochs of plain distillation cost, teacher included; an epoch of alignment costs about half of one.
+what so many epochs of plain distillation cost, teacher included; an epoch of alignment costs about half of one. Seconds
+are those of a training that has the device to itself, from files that `linvit bench training` wrote, one a recipe: runs
+that share a device say little about its speed.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,8 @@ from linvit.comparison.statistics import Difference, difference, estimate
 
 PLAIN, FAST = "distil", "fast"
 COLOURS = {PLAIN: "#8d99ae", FAST: "#d1495b"}
+ORDER = ("softmax", "mixa", "stella", "relu_linear")  # first; then the others, as they are called
+Speeds = dict[tuple[str, str], float]  # epochs a second, by recipe and mechanism
 
 
 @dataclass(frozen=True)
@@ -55,35 +60,48 @@ def cells(runs: Iterable[Run]) -> Cells:
 
 
 def names(found: Cells) -> list[str]:
-    return list(dict.fromkeys(name for name, _, _ in found))
+    def place(name: str) -> tuple[int, str]:
+        plan = name.partition(":")[0]
+        return (ORDER.index(plan) if plan in ORDER else len(ORDER), name)
+
+    return sorted({name for name, _, _ in found}, key=place)
 
 
 def budgets(found: Cells) -> list[int]:
     return sorted({budget for _, _, budget in found})
 
 
-def table(found: Cells) -> str:
-    """One line a candidate: before training, after each budget by both recipes, and how the longest compares."""
+def tables(found: Cells) -> str:
+    """What was reached, how it compares, and how near it came to the teacher."""
     most = budgets(found)[-1]
-    columns = [(recipe, budget) for budget in budgets(found) for recipe in (PLAIN, FAST)]
-    head = ["candidate", "seeds", "converted", *(f"{recipe} {budget}" for recipe, budget in columns)]
-    head += [f"fast − distil, {budget}" for budget in budgets(found)]
-    head += [f"fast − softmax by fast, {most}", "agreement", "KL"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    columns = [(recipe, budget) for recipe in (PLAIN, FAST) for budget in budgets(found)]
+    reached, compared, near = [], [], []
     for name in names(found):
         mine = [cell for (candidate, _, _), cell in found.items() if candidate == name]
         zero = next((value for cell in mine if (value := cell.mean("conversion", "zero_shot")) is not None), None)
-        row = [name, str(max(len(cell.runs) for cell in mine)), number(zero)]
-        row += [number(cell.top1 if (cell := found.get((name, *column))) else None) for column in columns]
-        row += [apart(found, (name, FAST, budget), (name, PLAIN, budget)) for budget in budgets(found)]
-        row.append(apart(found, (name, FAST, most), ("softmax", FAST, most)))
-        best = found.get((name, FAST, most)) or found.get((name, PLAIN, most))
-        row += [
-            number(best and best.mean("conversion", "agreement")),
-            number(best and best.mean("conversion", "kl"), 3),
-        ]
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+        tops = [number(cell.top1 if (cell := found.get((name, *column))) else None) for column in columns]
+        reached.append([f"`{name}`", str(max(len(cell.runs) for cell in mine)), number(zero), *tops])
+        gains = [apart(found, (name, FAST, budget), (name, PLAIN, budget)) for budget in budgets(found)]
+        lost = [apart(found, (name, recipe, most), ("softmax", recipe, most)) for recipe in (PLAIN, FAST)]
+        compared.append([f"`{name}`", *gains, *lost])
+        ends = [found.get((name, recipe, most)) for recipe in (PLAIN, FAST)]
+        alike = [number(cell and cell.mean("conversion", "agreement")) for cell in ends]
+        near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
+    return "\n\n".join((
+        "Top-1 in percent, means over seeds: right after the conversion, and after so many epochs.",
+        grid(["candidate", "seeds", "converted", *(f"{recipe}, {budget}" for recipe, budget in columns)], reached),
+        "Paired differences in points over seeds and images, with their 95 % intervals.",
+        grid(["candidate", *(f"fast − distil, {budget}" for budget in budgets(found)),
+              *(f"to softmax, both by {recipe}, {most}" for recipe in (PLAIN, FAST))], compared),
+        f"Nearness to the teacher after {most} epochs: the same answer, in percent, and KL divergence.",
+        grid(["candidate", *(f"agreement, {recipe}" for recipe in (PLAIN, FAST)),
+              *(f"KL, {recipe}" for recipe in (PLAIN, FAST))], near),
+    ))  # fmt: skip
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def number(value: float | None, digits: int = 1) -> str:
@@ -101,25 +119,38 @@ def apart(found: Cells, a: tuple[str, str, int], b: tuple[str, str, int]) -> str
     return text if made.interval is None else f"{text} [{made.interval[0]:+.1f}, {made.interval[1]:+.1f}]"
 
 
-def draw(found: Cells, teacher: float | None, path: Path) -> None:
-    """Accuracy over compute, a panel a candidate: in epochs of plain distillation, and above the points in seconds."""
+def read_speeds(files: Iterable[Path]) -> Speeds:
+    """How many epochs a second each recipe does with each mechanism."""
+    found: Speeds = {}
+    for file in files:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        for row in result["rows"]:
+            if row["status"] == "ok":
+                place = result["recipe"]["recipe"], row["attention"].partition(":")[0]
+                found[place] = row["images_per_second"] / result["images"]
+    return found
+
+
+def draw(found: Cells, teacher: float | None, speeds: Speeds, path: Path) -> None:
+    """Accuracy over compute, a panel a candidate: in epochs of plain distillation, and beside the points in seconds."""
     shown = names(found)
     across = min(4, len(shown))
     down = -(-len(shown) // across)
     figure = Figure(figsize=(3.1 * across, 2.7 * down + 0.3), layout="constrained", dpi=150)
     panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
     for panel, name in zip(panels, shown, strict=False):
-        draw_panel(panel, found, name, teacher)
+        draw_panel(panel, found, name, teacher, speeds)
     for panel in panels[len(shown) :]:
         panel.axis("off")
     panels[0].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.supxlabel("compute, in epochs of plain distillation; seconds beside the points", fontsize=9)
+    beside = "; seconds beside the points" if speeds else ""
+    figure.supxlabel(f"compute, in epochs of plain distillation{beside}", fontsize=9)
     figure.supylabel("top-1, %", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None) -> None:
+def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speeds: Speeds) -> None:
     for recipe in (PLAIN, FAST):
         points = [(budget, cell) for budget in budgets(found) if (cell := found.get((name, recipe, budget)))]
         if not points:
@@ -130,10 +161,10 @@ def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None) -> No
         for budget, cell in points:
             tops = [run.top1 for run in cell.runs.values()]
             panel.plot([budget, budget], [min(tops), max(tops)], color=COLOURS[recipe], lw=0.8)
-            seconds = cell.mean("training", "seconds")
-            if seconds is not None:
+            speed = speeds.get((recipe, name.partition(":")[0]))
+            if speed is not None:
                 place = (0, 6 if recipe == FAST else -12)
-                panel.annotate(f"{seconds:.0f} s", (budget, cell.top1), xytext=place, textcoords="offset points",
+                panel.annotate(f"{budget / speed:.0f} s", (budget, cell.top1), xytext=place, textcoords="offset points",
                                ha="center", fontsize=6.5, color=COLOURS[recipe])  # fmt: skip
     if teacher is not None:
         panel.axhline(teacher, color="black", lw=0.8, ls=":", label="teacher")
@@ -145,14 +176,14 @@ def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None) -> No
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def main(store: Path, page: Path, picture: Path) -> None:
+def main(store: Path, page: Path, picture: Path, *speeds: Path) -> None:
     results = read([store])
     found = cells(results.runs)
     teachers = [run.number("conversion", "teacher_top1") for run in results.runs]
     teacher = next((value for value in teachers if value is not None), None)
-    draw(found, teacher, picture)
-    page.write_text(table(found) + "\n", encoding="utf-8")
+    draw(found, teacher, read_speeds(speeds), picture)
+    page.write_text(tables(found) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*(Path(argument) for argument in sys.argv[1:4]))
+    main(*map(Path, sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 from scripts import recovery
@@ -23,21 +24,37 @@ def store(folder: Path) -> Path:
     return folder
 
 
-def test_table_and_picture(tmp_path: Path) -> None:
+def rows_of(text: str) -> dict[str, dict[str, str]]:
+    """All tables of a page as one, by candidate and column."""
+    found: dict[str, dict[str, str]] = {}
+    columns: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip(" `") for cell in line.split("|")[1:-1]]
+        if cells and cells[0] == "candidate":
+            columns = cells
+        elif cells and cells[0] != "---":
+            found.setdefault(cells[0], {}).update(zip(columns, cells, strict=True))
+    return found
+
+
+def test_tables_and_picture(tmp_path: Path) -> None:
     page, picture = tmp_path / "page.md", tmp_path / "picture.png"
-    recovery.main(store(tmp_path / "store"), page, picture)
-    head, rule, *lines = page.read_text().splitlines()
-    columns = [cell.strip() for cell in head.split("|")[1:-1]]
-    assert len(rule.split("|")) == len(head.split("|"))
-    rows = {
-        (cells := [c.strip() for c in line.split("|")[1:-1]])[0]: dict(zip(columns, cells, strict=True))
-        for line in lines
+    speeds = {"recipe": {"recipe": "fast"}, "images": 6000}
+    speeds |= {
+        "rows": [
+            {"attention": "stella", "status": "ok", "images_per_second": 12000.0},
+            {"attention": "x", "status": "wrong"},
+        ]
     }
-    assert set(rows) == {"softmax", "stella"} and rows["stella"]["seeds"] == "3"
+    (tmp_path / "speeds.json").write_text(json.dumps(speeds))
+    assert recovery.read_speeds([tmp_path / "speeds.json"]) == {("fast", "stella"): 2.0}
+    recovery.main(store(tmp_path / "store"), page, picture, tmp_path / "speeds.json")
+    rows = rows_of(page.read_text())
+    assert list(rows) == ["softmax", "stella"] and rows["stella"]["seeds"] == "3"
     gain, low = rows["stella"]["fast − distil, 2"].split(" [")
     assert 4 < float(gain) < 8 and float(low.split(",")[0]) > 0
     assert abs(float(rows["stella"]["fast − distil, 20"].split()[0])) < 2
-    assert float(rows["stella"]["fast − softmax by fast, 20"].split()[0]) < -4
-    assert rows["softmax"]["fast − softmax by fast, 20"] == ""
-    assert float(rows["stella"]["fast 2"]) > float(rows["stella"]["distil 2"])
+    assert float(rows["stella"]["to softmax, both by fast, 20"].split()[0]) < -4
+    assert rows["softmax"]["to softmax, both by fast, 20"] == ""
+    assert float(rows["stella"]["fast, 2"]) > float(rows["stella"]["distil, 2"])
     assert picture.stat().st_size > 10_000

@@ -38,6 +38,8 @@ def test_schedules_of_recipes() -> None:
     assert rate(0) == 0 and rate(200) == pytest.approx(2e-3) and rate(1700) == pytest.approx(1e-3)
     fast = recipe("fast")
     assert stage_schedule(fast, Stage("x", lr=1e-2), 100, 10)(5) == pytest.approx(1e-2, rel=0.01)
+    short = stage_schedule(fast, Stage("x", lr=1e-2), 20, 100)  # whose warm-up would be 50 steps
+    assert short(4) == pytest.approx(9e-3, rel=0.01) and short(3) < short(4) > short(5)
 
 
 def gradients_for(parameters: list[torch.Tensor]) -> None:

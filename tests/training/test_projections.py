@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import linvit
 from linvit.conversion import find_hosts
+from linvit.training import projections
 from linvit.training.distillation import Teacher, relative_error
 from linvit.training.projections import Heard, fit_projections, place_of
 from tests.conversion.families import DROP, FAMILIES
@@ -120,6 +121,18 @@ def test_more_images_than_asked_for_are_not_read() -> None:
     untouched = copy.deepcopy(student.state_dict())
     fit_projections(teacher, student, [])
     assert all(torch.equal(value, untouched[name]) for name, value in student.state_dict().items())
+
+
+@pytest.mark.parametrize("images", [2, 5, 64])
+def test_no_more_images_pass_than_there_is_room_for(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, student = pair("stella")
+    seen: list[int] = []
+    student.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    tokens = 3 * 2 * student.pos_embed.shape[1]  # heard twice a block, and three times as much is held
+    room = images * 4 * tokens * student.embed_dim * len(student.blocks)
+    monkeypatch.setattr(projections, "ROOM", (0.0, room))
+    fit_projections(teacher, student, BATCHES)
+    assert seen == [images]
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.model.startswith(("swin_tiny", "pvt_v2_b0", "levit_128"))])

@@ -100,9 +100,9 @@ def test_values_are_typed() -> None:
 
 
 def test_stages_can_be_set() -> None:
-    changed = override(recipe("fast"), ["stages.align.epochs=2", "stages.align.lr=none"])
-    assert changed.stages[0] == Stage("align", "alignment", 2, None, "attention") and changed.epochs == 18
-    assert [stage.epochs for stage in override(recipe("fast"), ["epochs=5"]).stages] == [1, 1, 3]
+    changed = override(recipe("fast"), ["stages.align.epochs=4", "stages.align.lr=none"])
+    assert changed.stages[0] == Stage("align", "alignment", 4, None, "attention") and changed.epochs == 22
+    assert [stage.epochs for stage in override(recipe("fast"), ["epochs=5"]).stages] == [0.5, 0.25, 4.25]
     plain = override(recipe("fast"), ["stages.align.epochs=0", "stages.features.epochs=0", "epochs=20"])
     assert [(stage.name, stage.epochs) for stage in plain.stages] == [("finetune", 20)]
     back = override(recipe("fast"), ["stages.align.epochs=0", "stages.align.lr=1", "stages.align.epochs=2"])
@@ -126,7 +126,7 @@ def test_stages_can_be_set() -> None:
         ("drop_path=2", "drop_path=2.0: it must lie between 0 and 1"),
         ("ema=1", "ema=1.0: the decay must lie between 0 and 1"),
         ("mesa=1", "mesa learns from the moving average"),
-        ("accumulate=3", "batch_size=256 is not a multiple of accumulate=3"),
+        ("accumulate=3", "batch_size=64 is not a multiple of accumulate=3"),
         ("stages.aling.lr=1", "unknown stage of recipe fast 'aling'; did you mean align?"),
         ("stages.align.epochs=-1", "stage align has -1.0 epochs"),
         ("stages=1", "stages cannot be set"),

@@ -53,7 +53,7 @@ def train(
     from linvit.tasks.classify import open_data
     from linvit.tasks.classify.fitting import fit
     from linvit.training.config import override
-    from linvit.training.processes import make_accelerator
+    from linvit.training.processes import make_accelerator, part
     from linvit.training.recipes import recipe as named_recipe
 
     config = override(named_recipe(recipe, model), set_ or [])
@@ -85,6 +85,7 @@ def train(
             identity={**identity, "pretrained": pretrained},
             progress=progress,
         )
+    part()
     if not accelerator.is_main_process:
         return
     if as_json:

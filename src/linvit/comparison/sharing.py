@@ -74,7 +74,10 @@ class Shared:
         if "key" in wanted:
             source, mark = str(store.teacher_folder(wanted["key"])), wanted["key"]
             if not Path(source).is_dir():
-                raise LinvitError(f"the teacher {mark} is not in the store: its run comes first")
+                raise LinvitError(
+                    f"the weights of teacher {mark} are not in the store: put them into {source}, or delete "
+                    f"runs/{mark}.json to train it again"
+                )
         else:
             source, mark = task.places.get("teacher", wanted["name"]), str(wanted["digest"])
         if (source, mark) not in self.teachers:

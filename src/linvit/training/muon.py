@@ -68,6 +68,8 @@ class Muon(torch.optim.AdamW):
                 shapes.setdefault((parts, *parameter.shape), []).append(parameter)
         found = getattr(self, "found_inf", None)
         rate = group["lr"]
+        if not isinstance(rate, Tensor):  # the same arithmetic, to the bit, as with a rate that lies on the device
+            rate = torch.full((), rate, device=group["params"][0].device)
         for (parts, rows, columns), parameters in shapes.items():
             gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
             before = torch.stack([self.momentum_of(p) for p in parameters])

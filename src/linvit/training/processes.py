@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
@@ -59,3 +59,11 @@ def share_from_first(accelerator: Accelerator, tensors: Iterable[Tensor]) -> Non
     if accelerator.num_processes > 1:
         for tensor in tensors:
             torch.distributed.broadcast(tensor.data, 0)
+
+
+def part() -> None:
+    """Part company, where there is any, when the last run is done. Left to the interpreter's end, the threads of the
+    process group now and then abort the process."""
+    state = PartialState()
+    state.wait_for_everyone()
+    state.destroy_process_group()

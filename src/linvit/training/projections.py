@@ -31,6 +31,7 @@ from linvit.training.taps import main
 RIDGE = 1.0  # of the mean square of what goes into the map
 CHUNK = 2**15  # rows at once
 FEW = 2  # images to find out on how a block adds up
+ROOM = 0.25, 4 * 2**30  # what the pass may take: of a GPU's memory this share, on the CPU so many bytes
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,17 @@ def fit_projections(
     images: int = 1024,
     ridge: float = RIDGE,
 ) -> list[str]:
-    """Fit the maps of the student's converted layers on up to so many images, which pass at once. Gives the names of
-    the layers that have one; layers that end otherwise (LeViT's in a BatchNorm, say) are left as they are."""
+    """Fit the maps of the student's converted layers on up to so many images, which pass at once, so fewer where memory
+    is short. Gives the names of the layers that have one; layers that end otherwise (LeViT's in a BatchNorm, say) are
+    left as they are."""
     picked = first_images(batches, images)
     hosts = [name for name in hosts_to_align(teacher.model, student) if projection_of(student, name) is not None]
     if picked is None:
         return hosts
     places = [place_of(teacher, name, picked[:FEW]) for name in hosts]
-    heard = Heard(teacher.model)
-    for place in places:
-        heard.listen(place)
-    wanted = heard.during(lambda: teacher(picked))
+    few = listen(teacher, places, picked[:FEW])
+    picked = picked[: room_for(few, len(picked[:FEW]), picked.device)]
+    wanted = listen(teacher, places, picked)
     fitting = Fitting(student, places, wanted, ridge)
     modes = {module: module.training for module in student.modules()}
     like = next(student.parameters())
@@ -81,6 +82,23 @@ def fit_projections(
         for module, training in modes.items():
             module.training = training
     return hosts
+
+
+def listen(teacher: Teacher, places: list[Place], images: Tensor) -> dict[str, Tensor]:
+    """What is wanted at each place for these images."""
+    heard = Heard(teacher.model)
+    for place in places:
+        heard.listen(place)
+    return heard.during(lambda: teacher(images))
+
+
+def room_for(heard: dict[str, Tensor], images: int, device: torch.device) -> int:
+    """How many images may pass, by what was heard of a few: the pass holds about as much again for the student, and for
+    the block that is at work. It goes by what a device has, not by what is free, so that a run repeats itself."""
+    share, most = ROOM
+    memory = share * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else most
+    each = 3 * 4 * sum(tensor.numel() for tensor in heard.values()) / images
+    return max(FEW, int(memory / each)) if each else images
 
 
 def first_images(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor | None:

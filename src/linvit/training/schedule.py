@@ -33,12 +33,14 @@ class Schedule:
 
 
 def stage_schedule(config: Config, stage: Stage, steps: int, epoch_steps: float) -> Schedule:
-    """The schedule of a stage of so many steps. The cool-down belongs to a training of one stage."""
+    """The schedule of a stage of so many steps. The cool-down belongs to a training of one stage; of several, each has
+    its warm-up, of a fifth of its steps at most."""
     rest = 0 if config.stages else round(config.cooldown_epochs * epoch_steps)
+    longest = steps // 5 if len(config.stages) > 1 else steps - rest
     return Schedule(
         peak=config.scaled(config.lr if stage.lr is None else stage.lr),
         steps=steps - rest,
-        warmup=min(round(config.warmup_epochs * epoch_steps), steps - rest),
+        warmup=min(round(config.warmup_epochs * epoch_steps), longest),
         start=config.warmup_lr,
         lowest=config.min_lr,
         prefix=config.warmup_prefix,

@@ -17,6 +17,7 @@ from linvit.comparison.claims import Claim
 from linvit.comparison.engines import Board, Execute, Summary, Watch, real_execute
 from linvit.comparison.grid import Task
 from linvit.comparison.store import Store
+from linvit.training.processes import part
 
 
 def run(
@@ -38,8 +39,7 @@ def run(
         broadcast_object_list(said)
         if said[0] is None:
             summary = board.summary()
-            state.wait_for_everyone()
-            state.destroy_process_group()  # left to the interpreter's end, its threads now and then abort the process
+            part()
             return summary
         tried.add(said[0])
         task = board.by_key[said[0]]
