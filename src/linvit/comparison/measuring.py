@@ -26,7 +26,7 @@ from linvit.measurement.model_speed import inference_call, training_call
 from linvit.measurement.record import environment
 
 SOFTMAX: dict[str, Any] = {"name": "softmax", "options": {}}
-BUDGET = 0.4  # seconds for each point and model
+BUDGETS = {"cpu": 0.4, "cuda": 0.15}  # seconds for each point and model
 SLOW, SLOW_BATCH = 5.0, 3.0  # a pass that is likely to take more seconds is left out
 TRAINING = 4.0  # times an inference, when a training step's time is guessed
 
@@ -97,13 +97,13 @@ class LeftOut(Exception):
 
 
 def measure_speed(
-    task: Task, *, watch: Callable[[dict[str, Any]], None] | None = None, budget: float = BUDGET
+    task: Task, *, watch: Callable[[dict[str, Any]], None] | None = None, budget: float | None = None
 ) -> dict[str, Any]:
     """The rows of a speed task and where they come from; `watch` hears each row."""
     devices = devices_for(task.identity)
     rows = []
     for device in devices:
-        for row in ladder(task.identity, device, budget):
+        for row in ladder(task.identity, device, BUDGETS[device.type] if budget is None else budget):
             rows.append(row)
             if watch is not None:
                 watch({"kind": "speed", **row})
