@@ -20,14 +20,14 @@ ITERATIONS = 5
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Nearly the orthogonal factor of each matrix `(…, rows, columns)`, by Newton–Schulz iteration in bfloat16."""
+    """Nearly the orthogonal factor of each matrix `(count, rows, columns)`, by Newton–Schulz iteration in bfloat16."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT.bfloat16() if tall else matrices.bfloat16()
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
@@ -74,7 +74,7 @@ class Muon(torch.optim.AdamW):
             gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
             before = torch.stack([self.momentum_of(p) for p in parameters])
             after = before.lerp(gradients, 1 - self.momentum)
-            ahead = gradients.lerp(after, self.momentum).view(-1, parts, rows // parts, columns)
+            ahead = gradients.lerp(after, self.momentum).view(-1, rows // parts, columns)
             size = 0.2 * max(rows // parts, columns) ** 0.5
             change = (orthogonal(ahead).float() * size).view(gradients.shape).to(gradients.dtype) * rate
             change = change + torch.stack(parameters) * (group["weight_decay"] * rate)
