@@ -1,6 +1,6 @@
 """What conversion loses and training returns: tables and a picture of the recovery experiment's store.
 
-    python scripts/recovery.py benchmarks/stores/recovery docs/recovery.md docs/recovery.png SPEEDS.json …
+    python scripts/recovery.py benchmarks/stores/recovery docs/results.md docs/recovery.png SPEEDS.json …
 
 A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is
 what so many epochs of plain distillation cost, teacher included; an epoch of alignment costs about half of one. Seconds
@@ -25,6 +25,7 @@ from linvit.comparison.statistics import Difference, difference, estimate
 PLAIN, FAST = "distil", "fast"
 COLOURS = {PLAIN: "#8d99ae", FAST: "#d1495b"}
 ORDER = ("softmax", "mixa", "stella", "relu_linear")  # first; then the others, as they are called
+MARKS = "<!-- recovery -->", "<!-- /recovery -->"
 Speeds = dict[tuple[str, str], float]  # epochs a second, by recipe and mechanism
 
 
@@ -99,9 +100,26 @@ def tables(found: Cells) -> str:
     ))  # fmt: skip
 
 
-def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without the columns and rows in which nothing stands."""
+    columns = [0, *(i for i in range(1, len(head)) if any(row[i] for row in rows))]
+    kept = [[row[i] for i in columns] for row in rows]
+    lines = [
+        [head[i] for i in columns],
+        ["---", *["---:"] * (len(columns) - 1)],
+        *(row for row in kept if any(row[1:])),
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def splice(page: Path, text: str) -> None:
+    """Put the text between the page's marks; without a page, it is the page."""
+    before = page.read_text(encoding="utf-8") if page.exists() else "".join(MARKS)
+    head, begin, rest = before.partition(MARKS[0])
+    _, end, tail = rest.partition(MARKS[1])
+    if not (begin and end):
+        raise SystemExit(f"{page} has no place for the tables: add a line {MARKS[0]} and a line {MARKS[1]}")
+    page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def number(value: float | None, digits: int = 1) -> str:
@@ -182,7 +200,7 @@ def main(store: Path, page: Path, picture: Path, *speeds: Path) -> None:
     teachers = [run.number("conversion", "teacher_top1") for run in results.runs]
     teacher = next((value for value in teachers if value is not None), None)
     draw(found, teacher, read_speeds(speeds), picture)
-    page.write_text(tables(found) + "\n", encoding="utf-8")
+    splice(page, tables(found))
 
 
 if __name__ == "__main__":

@@ -58,3 +58,8 @@ def test_tables_and_picture(tmp_path: Path) -> None:
     assert rows["softmax"]["to softmax, both by fast, 20"] == ""
     assert float(rows["stella"]["fast, 2"]) > float(rows["stella"]["distil, 2"])
     assert picture.stat().st_size > 10_000
+    page.write_text(f"# Results\n{recovery.MARKS[0]}\nold\n{recovery.MARKS[1]}\nThe end.\n")
+    recovery.main(store(tmp_path / "store"), page, picture)
+    text = page.read_text()
+    assert text.startswith("# Results\n") and text.endswith("The end.\n") and "old" not in text
+    assert rows_of(text) == rows
