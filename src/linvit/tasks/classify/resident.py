@@ -172,11 +172,11 @@ def make_augmenter(
     augmentation: Augmentation, preprocessing: Preprocessing, classes: int, device: torch.device, compile: bool
 ) -> tuple[Augmenter, Callable[[Tensor, Tensor, Draws], tuple[Tensor, Tensor]]]:
     """The augmenter and how to call it. Every step draws its numbers from a seed of its own, so runs can share it:
-    what the first compiled or recorded, the others find. Only colours are worth compiling, which pass over the pictures
-    some hundred times."""
+    what the first compiled or recorded, the others find. Only RandAugment is worth compiling, which passes over the
+    pictures some hundred times."""
     augmenter = Augmenter(augmentation, preprocessing, classes, device=device)
     call: Callable[..., tuple[Tensor, Tensor]] = augmenter
-    if compile and (augmentation.randaugment or augmentation.colour_jitter):
+    if compile and augmentation.randaugment:
         call = torch.compile(augmenter, dynamic=False)
     if device.type != "cuda":
         return augmenter, call
