@@ -217,7 +217,8 @@ def test_many_processes_on_one_store(tmp_path: Path, kills: int, monkeypatch: py
     assert not store.notes and not store.results("failure")
     begun = Counter(key for what, key, *_ in log(tmp_path) if what == "begin")
     assert set(begun) == {task.key for task in tasks}
-    assert hits >= kills // 2 and sum(begun.values()) <= count + hits, "only what was killed is done again"
+    assert hits >= min(kills, 3), "a kill hits nobody when all the work is done, but the first ones do"
+    assert sum(begun.values()) <= count + hits, "only what was killed is done again"
     assert not any(store.claimed(task) for task in tasks)
     overlaps(log(tmp_path))
 
