@@ -40,8 +40,8 @@ BLOCK = 64  # tokens that share one product of TokenConv on a GPU
 class TokenConv(nn.Module):
     """A 1-D convolution along the raster order, all tokens included: one filter per head, shared by its channels.
 
-    GPUs have no good kernel for so few channels, the gradient of the filter above all, so there it is a product of
-    stretches of tokens with a banded matrix.
+    On a GPU it is a product of stretches of tokens with a banded matrix: depthwise kernels there work channel by
+    channel, and heads are few.
     """
 
     def __init__(self, heads: int, kernel_size: int) -> None:

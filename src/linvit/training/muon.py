@@ -1,10 +1,10 @@
 """Muon: matrices move along the orthogonal factor of their momentum, all directions equally far; the rest by AdamW.
 
-A converted model has to change along many directions of which few have large gradients, and has few steps to do it in.
-The rate is matched to AdamW's (the root mean square of a move is that of AdamW's, 0.2 of the rate), so one rate serves
-both. torch has a Muon too; this one differs in what our engine needs. Matrices of one shape are handled in one go, a
-packed qkv as its three parts; nothing asks the host, so that a step can be recorded as a CUDA graph; and a step with
-`found_inf` leaves everything as it was.
+The hope is that a converted model has to change along many directions of which few have large gradients. The rate is
+matched to AdamW's (the root mean square of a move is that of AdamW's, 0.2 of the rate), so one rate serves both. torch
+has a Muon too; this one differs in what our engine needs. Matrices of one shape are handled in one go, a packed qkv as
+its three parts; nothing asks the host, so that a step can be recorded as a CUDA graph; and a step with `found_inf`
+leaves everything as it was.
 """
 
 from __future__ import annotations
