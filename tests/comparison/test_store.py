@@ -195,7 +195,7 @@ def contend(folder: str, count: int) -> None:
 def test_many_processes_on_one_store(tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes fight over the same tasks and some are killed at random: nothing is lost and nothing doubled."""
     monkeypatch.setattr("linvit.comparison.engines.POLL", 0.02)
-    count = 150
+    count = 150 + 10 * kills  # a kill hits nobody when all the work is done
     tasks = [make_task(number, seconds=0.01) for number in range(count)]
     workers = [fork.Process(target=contend, args=(str(tmp_path), count)) for _ in range(4)]
     for worker in workers:
@@ -217,8 +217,7 @@ def test_many_processes_on_one_store(tmp_path: Path, kills: int, monkeypatch: py
     assert not store.notes and not store.results("failure")
     begun = Counter(key for what, key, *_ in log(tmp_path) if what == "begin")
     assert set(begun) == {task.key for task in tasks}
-    assert hits >= min(kills, 3), "a kill hits nobody when all the work is done, but the first ones do"
-    assert sum(begun.values()) <= count + hits, "only what was killed is done again"
+    assert hits >= kills // 2 and sum(begun.values()) <= count + hits, "only what was killed is done again"
     assert not any(store.claimed(task) for task in tasks)
     overlaps(log(tmp_path))
 

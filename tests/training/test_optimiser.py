@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linvit.training.config import Config, Stage
-from linvit.training.muon import Muon, parts_of
+from linvit.training.muon import Muon, matrices_in
 from linvit.training.optimiser import clip, make_optimiser, select_trainable
 from linvit.training.recipes import recipe
 from linvit.training.schedule import Schedule, stage_schedule
@@ -55,7 +55,7 @@ def test_muon_is_torchs_muon() -> None:
     packed = torch.nn.Parameter(torch.randn(48, 16))
     begun, held = [p.detach().clone() for p in ours], packed.detach().clone()
     alone = [torch.nn.Parameter(part.clone()) for part in packed.detach().split(16)]
-    group = {"params": [*ours, packed], "parts": [1, 1, 1, parts_of("attn.qkv.weight", packed)], "weight_decay": 0.1}
+    group = {"params": [*ours, packed], "parts": [1, 1, 1, matrices_in("attn.qkv.weight", packed)], "weight_decay": 0.1}
     made = Muon([group], lr=1e-2, fused=True)
     given = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     reference = torch.optim.Muon([*theirs, *alone], **given)

@@ -31,7 +31,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def parts_of(name: str, matrix: Tensor) -> int:
+def matrices_in(name: str, matrix: Tensor) -> int:
     """How many matrices a parameter holds, one below the other."""
     rows, columns = matrix.shape
     return 3 if "qkv" in name and rows == 3 * columns else 1

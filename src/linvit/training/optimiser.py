@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError
 from linvit.training.config import Config
-from linvit.training.muon import Muon, parts_of
+from linvit.training.muon import Muon, matrices_in
 
 
 def select_trainable(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
@@ -58,7 +58,7 @@ def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Par
         group = groups.setdefault((decay, inner), {"params": [], "weight_decay": config.weight_decay if decay else 0.0})
         group["params"].append(parameter)
         if inner:
-            group.setdefault("parts", []).append(parts_of(name, parameter))
+            group.setdefault("parts", []).append(matrices_in(name, parameter))
     given = list(groups.values())
     if config.optimiser == "sgd":
         return torch.optim.SGD(given, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)

@@ -6,9 +6,8 @@ and student fits them all, from the first block to the last: each map is solved 
 goes on with the new one. So every map sees what the maps before it made of the images, and what is wanted of it is not
 its original's output but what brings the residual stream back to the teacher's: errors do not add up over the blocks.
 
-A ridge holds W near the pretrained one where the images say little. It has to be strong: with a weak one the error is
-hardly smaller, but W grows tenfold along directions that are almost empty, and what is trained after that is worse than
-without the fit.
+A ridge holds W near the pretrained one where the images say little. It has to be strong: with a weak one W grows along
+directions that are almost empty, and what was trained after that was worse than without the fit (docs/results.md).
 
 Blocks that add their parts to the stream in another way than `x + attn(norm1(x))`, `x + mlp(norm2(x))`, with or without
 a layer scale, are told by trying it on the teacher: there the original's output is wanted, and the MLP stays.
