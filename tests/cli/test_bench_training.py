@@ -27,6 +27,17 @@ def test_softmax_and_converted_are_trained_and_timed(linvit: Callable[..., Outco
     assert again.code == 2 and "result files are not edited" in again.err
 
 
+@pytest.mark.parametrize("recipe", ["distil", "fast"])
+def test_a_recipe_with_a_teacher_is_timed_with_it(recipe: str, linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    file = tmp_path / "speed.json"
+    options = [*SMALL, *SET, "--recipe", recipe, "--to", "qt", "--steps", "75", "-o", str(file)]
+    assert linvit("bench", "training", "vit_tiny_patch16_224", *options).code == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 2
+    for row in rows:  # labels have a tenth of the loss, the rest is how far the teacher is, which is where it began
+        assert row["status"] == "ok" and row["loss"]["first"] < 0.5
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -16,7 +16,9 @@ def training(
     model: Annotated[str, typer.Argument(help="A timm model, such as vit_tiny_patch16_224.")],
     data: Annotated[str, typer.Option(help="As for `linvit train`.")] = "digits",
     to: Annotated[str, typer.Option(help="Plans or mechanisms to convert to, with commas, beside softmax.")] = "stella",
-    recipe: Annotated[str, typer.Option(help="Whose batches, augmentation and optimiser.")] = "deit",
+    recipe: Annotated[
+        str, typer.Option(help="Whose batches, augmentation, optimiser and losses; of several stages the longest.")
+    ] = "deit",
     set_: Settings = None,
     steps: Annotated[int, typer.Option(help="Steps of each training.")] = 200,
     model_arg: ModelArg = None,
@@ -32,6 +34,8 @@ def training(
     \b
     Example: linvit bench training vit_tiny_patch16_224 --model-arg img_size=128 --data photos.tar --to stella
     """
+    import copy
+
     import linvit
     from linvit.conversion.plan import as_plan
     from linvit.measurement import record
@@ -58,7 +62,7 @@ def training(
             built = start(model, False, dict(args), train.class_count, config.seed)
             teacher = None
             if config.needs_teacher:
-                teacher = open_teacher(config.teacher) if config.teacher else start(model, False, dict(args), None, 0)
+                teacher = open_teacher(config.teacher) if config.teacher else copy.deepcopy(built)
             if name != "softmax":
                 linvit.convert(built, plan)
             options: dict[str, Any] = {"teacher": teacher, "held": held, "loader": loader, "workers": workers}

@@ -1,7 +1,8 @@
 """Images a second of a whole training: loader, augmentation, step and optimiser, as `linvit train` runs them.
 
 Each model is first held against its own plain reference on a few images, and its loss has to be a number to the end: no
-speed of something broken. Speeds are taken over windows of steps after the first, in which things are compiled.
+speed of something broken. Speeds are taken over windows of steps after the first, in which things are compiled. Of a
+recipe in stages the longest is timed, without the least squares before it.
 """
 
 from __future__ import annotations
@@ -47,11 +48,15 @@ def training_speed(
 
     if steps < 3 * WINDOW:
         raise LinvitError(f"{steps} steps are too few for a speed: give at least {3 * WINDOW}")
-    settings = replace(config, log_steps=WINDOW, eval_epochs=1e6, stages=(), cooldown_epochs=0, bn_images=0)
+    settings = replace(config, log_steps=WINDOW, eval_epochs=1e6, cooldown_epochs=0, bn_images=0)
     batches = len(train) // config.batch_size
     if batches < 1:
         raise LinvitError(f"{train.name} has {len(train)} images, fewer than one batch of {config.batch_size}")
-    settings = replace(settings, epochs=steps / batches, warmup_epochs=min(config.warmup_epochs, 0.1 * steps / batches))
+    epochs = steps / batches
+    settings = replace(settings, epochs=epochs, warmup_epochs=min(config.warmup_epochs, 0.1 * epochs))
+    if config.stages:
+        longest = max(config.stages, key=lambda stage: stage.epochs)
+        settings = replace(settings, stages=(replace(longest, epochs=epochs, fit=0),))
     options: dict[str, Any] = {"teacher": teacher, "held": held, "loader": loader, "workers": workers}
     fitting = Fitting(model, train, None, settings, watch=watch, models=False, **options)
     device = fitting.accelerator.device
