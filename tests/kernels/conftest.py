@@ -1,17 +1,24 @@
 """The kernels' tests run on a GPU where there is one, and otherwise in Triton's interpreter, at small sizes.
 
 The interpreter must be asked for before Triton is first imported and would then serve every test of the process, so
-`test_interpreted.py` runs these files in processes of their own; elsewhere they are not collected.
+`test_interpreted.py` runs these files in processes of their own; elsewhere they are not collected. The machine code is
+read where kernels are compiled, with or without a GPU.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore_glob = ["test_interpreted.py"] if ON_GPU or INTERPRETED else ["test_[!i]*.py"]
+FILES = {path.name for path in Path(__file__).parent.glob("test_*.py")}
+COMPILED = {"test_machine_code.py"}
+if INTERPRETED:
+    collect_ignore = sorted({"test_interpreted.py", *COMPILED})
+else:
+    collect_ignore = ["test_interpreted.py"] if ON_GPU else sorted(FILES - COMPILED - {"test_interpreted.py"})
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -78,11 +78,12 @@ def test_resume_equals_uninterrupted(whole: Any, tmp_path: Path, step: int) -> N
     assert logged[0] == logged[1]
 
 
-def test_resume_with_muon(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [3, 5, 9])  # inside a stage, so that the optimiser has a state to go on with
+def test_resume_with_muon(tmp_path: Path, step: int) -> None:
     settings = {**RICH, "optimiser": "muon"}
     whole, _ = train(rich_model(), tmp_path / "whole", **settings)
     with pytest.raises(Killed):
-        train(rich_model(), tmp_path / "part", objective=dying(9), **settings)
+        train(rich_model(), tmp_path / "part", objective=dying(2 * step + 1), **settings)
     made, _ = train(rich_model(), tmp_path / "part", resume=True, **settings)
     assert same(weights(made.model), weights(whole.model))
 

@@ -25,6 +25,7 @@ from linvit.kernels.linear_tiles import (
     kept,
     load,
     own_column,
+    settled,
     spread,
     store,
     weighted_sum,
@@ -49,9 +50,9 @@ def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, f
         k = load(k_tile, start, k_n, keep, k_ok, PADDED)
         v = load(v_tile, start, v_n, keep, v_ok, PADDED)
         f = tl.trans(feature_map(k.to(tl.float32), keep & k_ok, feature_eps, FEATURE, G).to(OPERAND))
-        state = tl.dot(f, v.to(OPERAND), state, input_precision=PRECISION)
         if ROW_SUM:
             key_sums = tl.dot(f, tl.full([BLOCK, 16], 1.0, OPERAND), key_sums, input_precision=PRECISION)
+        state = settled(tl.dot(f, v.to(OPERAND), state, input_precision=PRECISION))
         if CONSTANT:
             value_sum += tl.sum(v.to(tl.float32), 0)
             count += tl.sum(keep.to(tl.float32))
@@ -159,7 +160,7 @@ def query_gradient_phase(q_tile, g_tile, v_tile, dq_tile, dv_tile, mask, q_n, g_
             weighted = f.to(COMPUTE)
             if CONSTANT:
                 d_value_sum += tl.sum(g.to(tl.float32), 0) * scale
-        d_state = tl.dot(tl.trans(weighted), g.to(COMPUTE), d_state, input_precision=PRECISION)
+        d_state = settled(tl.dot(tl.trans(weighted), g.to(COMPUTE), d_state, input_precision=PRECISION))
         store(dq_tile, start, dq_n, feature_gradient(q, f, df, feature_eps, FEATURE, G), ours, q_ok, PADDED)
     if not ROW_SUM:
         d_state *= scale

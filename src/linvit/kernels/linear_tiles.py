@@ -4,6 +4,20 @@
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def settled(total):
+    """`total`, a sum of matrix products carried through a loop, when the last product is done: nothing but a wait.
+
+    On Hopper a product may read its left operand from registers after the loop has gone on, and Triton 3.6 lets the
+    next round write to them (triton-lang/triton#9433). A use in the loop, here one that does nothing, makes it wait.
+    """
+    if not INTERPRETED:
+        total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+    return total
+
 
 @triton.jit
 def head_sums(x, G: tl.constexpr):

@@ -47,6 +47,9 @@ class Muon(torch.optim.AdamW):
         self.momentum = momentum
         super().__init__(groups, **adamw)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's own asks every parameter for a step
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         every = self.param_groups

@@ -1,0 +1,181 @@
+"""What a kernel becomes on a GPU of compute capability 9.0, without having one: compiled, disassembled and read.
+
+There the products of matrices run beside the other instructions. One that takes its left operand from registers goes on
+reading them after it was started, until the program waits for it; whoever writes to these registers before that, spoils
+the product, now and then, when the chip is busy. Neither Triton nor its assembler rules this out.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from linvit.kernels import linear_launch, mobile_launch, relu_quadratic_launch
+from linvit.kernels.linear_launch import Launch
+from linvit.kernels.linear_plan import Formula
+
+PROCESSORS = 132
+LAUNCHERS = (linear_launch, mobile_launch, relu_quadratic_launch)
+
+
+class Chip:
+    """As much of a Triton driver as compiling asks for."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass
+class Recorder:
+    """The launches that would have happened, each kind once."""
+
+    calls: dict[Any, tuple[Launch, tuple[Tensor | None, ...]]] = field(default_factory=dict)
+
+    def note(self, launch: Launch, *tensors: Tensor | None) -> None:
+        kinds = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+        self.calls[launch.kernel, launch.values, tuple(launch.options.items()), kinds] = (launch, tensors)
+
+
+@contextmanager
+def recorded() -> Iterator[Recorder]:
+    """Launches inside are planned for a large chip, noted, and not done."""
+    made = Recorder()
+    linear_launch.remembered.clear()
+    for planned in (relu_quadratic_launch.prepare, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
+        planned.cache_clear()
+    with ExitStack() as patches:
+        for module in LAUNCHERS:
+            patches.enter_context(mock.patch.object(module, "processors", lambda device: PROCESSORS))
+        patches.enter_context(mock.patch.object(Launch, "__call__", lambda launch, *given: made.note(launch, *given)))
+        yield made
+
+
+def meta(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def linear(formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+    """What linear attention launches, forward and backward."""
+    q, k, v = (meta(dtype, batch, heads, tokens, dim) for _ in range(3))
+    with recorded() as found:
+        out, state = linear_launch.forward(q, k, v, None, None, formula, True)
+        linear_launch.gradients(torch.empty_like(out), q, k, v, None, None, state, formula)
+    return found
+
+
+def relu_quadratic(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+    q, k, v, dq, dk, dv = (meta(dtype, batch, heads, tokens, dim) for _ in range(6))
+    with recorded() as found:
+        out = relu_quadratic_launch.forward(q, k, v, None)
+        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, None, dq, dk, dv)
+    return found
+
+
+def mobile(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+    rows = [meta(dtype, batch, tokens, heads, dim).transpose(1, 2) for _ in range(6)]
+    q, k, v, dq, dk, dv = rows
+    with recorded() as found:
+        out, flow, state = mobile_launch.forward(q, k, v, None, dim, False, 1e-6)
+        mobile_launch.backward(torch.empty_like(out), q, k, v, None, flow, state, dq, dk, dv, dim, False, 1e-6)
+    return found
+
+
+def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Path) -> tuple[list[str], dict[str, int]]:
+    """The machine code, an instruction a line, and where its labels point."""
+    import triton.language as tl
+    from triton.backends import nvidia
+    from triton.runtime import driver
+    from triton.runtime.jit import MockTensor
+
+    kinds = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.bool: tl.int1}
+    pointers = [None if tensor is None else MockTensor(kinds[tensor.dtype]) for tensor in tensors]
+    options = {name: value for name, value in launch.options.items() if value is not None}
+    with mock.patch.object(driver, "_active", Chip()):
+        compiled = launch.kernel.warmup(*pointers, *launch.values, grid=launch.grid, **options)
+    file = folder / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    tool = Path(nvidia.__path__[0]) / "bin" / "nvdisasm"
+    text = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True).stdout
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := re.match(r"\s*\.(L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            lines.append(re.sub(r"^@!?U?P\w+ ", "? ", found[1]))  # "? ": under a condition
+    return lines, labels
+
+
+def walk(lines: list[str], labels: dict[str, int]) -> Iterator[str]:
+    """The instructions in the order they run, every loop twice."""
+    again: set[int] = set()
+    at = 0
+    while at < len(lines):
+        yield lines[at].removeprefix("? ")
+        back = re.match(r"\? BRA.*`\(\.(L_x_\d+)\)", lines[at])
+        if back and labels[back[1]] <= at and at not in again:
+            again.add(at)
+            at = labels[back[1]]
+        else:
+            at += 1
+
+
+def written(line: str) -> set[int]:
+    """The registers an instruction writes to, matrix products aside."""
+    name, _, rest = line.partition(" ")
+    first = re.match(r"R(\d+)\b", rest.strip())
+    if first is None or name.startswith(("ST", "RED", "HGMMA")):
+        return set()
+    four = ".128" in name or (name.startswith("LDSM") and name.endswith(".4"))
+    two = ".64" in name or ".WIDE" in name or (name.startswith("LDSM") and name.endswith(".2"))
+    return set(range(int(first[1]), int(first[1]) + (4 if four else 2 if two else 1)))
+
+
+def left_flying(lines: list[str]) -> set[int]:
+    """How many groups of products the kernel's waits leave unfinished."""
+    waits = (re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", line) for line in lines)
+    return {int(wait[1], 16) for wait in waits if wait}
+
+
+def spoilt(lines: list[str], labels: dict[str, int]) -> tuple[int, list[str]]:
+    """How many products take their left operand from registers, and what writes to these before it was waited for."""
+    begun: list[tuple[str, set[int]]] = []  # products of the group that is not closed yet
+    flying: list[list[tuple[str, set[int]]]] = []  # groups that may still run, the oldest first
+    products: set[str] = set()
+    bad: dict[str, None] = {}
+    for line in walk(lines, labels):
+        if line.startswith("HGMMA"):
+            left = line.split(",")[1].strip()
+            register = re.fullmatch(r"R(\d+)(\.reuse)?", left)
+            taken = set(range(int(register[1]), int(register[1]) + 4)) if register else set()
+            begun.append((line, taken))
+            if taken:
+                products.add(line)
+            if "gsb0" in line:
+                flying.append(begun)
+                begun = []
+        elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", line):
+            left_over = int(wait[1], 16)
+            flying = flying[len(flying) - left_over :] if left_over else []
+        elif registers := written(line):
+            for product, taken in (item for group in (*flying, begun) for item in group):
+                if registers & taken:
+                    bad[f"{line}  while  {product}"] = None
+    return len(products), list(bad)

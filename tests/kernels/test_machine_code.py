@@ -1,0 +1,56 @@
+"""No register is written to while a matrix product still reads it: read off the machine code, see machine_code.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels import machine_code
+from tests.kernels.linear_reference import FORMULAS
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def check(found: machine_code.Recorder, folder: Path, *, waits: bool = False) -> int:
+    assert found.calls
+    products = 0
+    for launch, tensors in found.calls.values():
+        lines, labels = machine_code.instructions(launch, tensors, folder)
+        count, bad = machine_code.spoilt(lines, labels)
+        assert not bad, f"{launch.kernel.fn.__name__}: {bad[:3]}"
+        assert not waits or machine_code.left_flying(lines) == {0}
+        products += count
+    return products
+
+
+@pytest.mark.parametrize("dtype, batch, heads, tokens, dim", [(BF16, 2, 3, 197, 24), (FP16, 64, 6, 196, 64)], ids=str)
+@pytest.mark.parametrize("name", ["stella", "relu", "elu", "qt"])
+def test_linear_attention(
+    name: str, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, tmp_path: Path
+) -> None:
+    """No product outlives a round of its loop, whatever the compiler makes of the registers."""
+    found = machine_code.linear(FORMULAS[name], dtype, batch, heads, tokens, dim)
+    assert check(found, tmp_path, waits=True) > 0
+
+
+def test_relu_quadratic(tmp_path: Path) -> None:
+    check(machine_code.relu_quadratic(BF16, 64, 6, 197, 64), tmp_path)
+
+
+def test_mobile(tmp_path: Path) -> None:
+    check(machine_code.mobile(BF16, 8, 32, 196, 4), tmp_path)
+
+
+def test_a_product_that_is_not_waited_for_is_found() -> None:
+    start = ["HGMMA.64x64x16.F32.BF16 R24, R84, gdesc[UR4].tnspB, R24, gsb0"]
+    wait = ["WARPGROUP.DEPBAR.LE gsb0, 0x0"]
+    loop = ["? BRA `(.L_x_1)"]
+    good = ["IADD3 R87, R1, R2, RZ", *start, *wait, *loop]
+    assert machine_code.spoilt(good, {"L_x_1": 0}) == (1, [])
+    early = ["LDG.E.128 R84, desc[UR6][R2.64]", *wait, *start, *loop]
+    count, bad = machine_code.spoilt(early, {"L_x_1": 0})
+    assert count == 1 and len(bad) == 1 and bad[0].startswith("LDG.E.128 R84")
+    kept = [*start, "WARPGROUP.DEPBAR.LE gsb0, 0x1", "IADD3 R86, R1, R2, RZ"]
+    assert len(machine_code.spoilt(kept, {})[1]) == 1
