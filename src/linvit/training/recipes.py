@@ -233,8 +233,8 @@ def fast(model: str = "") -> Config:
     First every converted layer learns, without labels, to do what its original did on the teacher's inputs, all layers
     at once. Then the linear maps behind the layers and in the MLPs are solved by least squares, block after block, so
     that the stream is the teacher's again, and the features of whole blocks are aligned. Most of the time goes into the
-    third, a distilled fine-tune with some weight on the features. Small batches helped most; Muon at this rate did best
-    of what was tried, where AdamW had lower rates only (docs/results.md). The values are this project's own choice.
+    third, a distilled fine-tune with some weight on the features. Small batches helped most, and Muon where conversion
+    had hurt most (docs/results.md). The values are this project's own choice.
     """
     stages = (
         Stage("align", "alignment", 2, lr=2e-3, trainable="attention"),
