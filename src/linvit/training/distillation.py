@@ -154,8 +154,8 @@ def relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
 
     So layers of any scale weigh the same, and what is the same in every image does not hide what is not."""
     ours, theirs = ours.float(), theirs.float()
-    centre = theirs.mean(0, keepdim=True) if len(theirs) > 1 else torch.zeros_like(theirs)
-    return (ours - theirs).square().mean() / (theirs - centre).square().mean().clamp(min=1e-12)
+    spread = theirs.var(0, correction=0) if len(theirs) > 1 else theirs.square()
+    return F.mse_loss(ours, theirs) / spread.mean().clamp(min=1e-12)
 
 
 def feature_error(ours: Tensor, theirs: Tensor) -> Tensor:
