@@ -12,6 +12,7 @@ import pytest
 from linvit.comparison.report import Contents, gather, markdown, render, spreadsheet
 from linvit.comparison.report.answer import TOLERANCES, main_rows
 from linvit.comparison.report.caveats import caveats
+from linvit.comparison.report.payload import apart
 from linvit.errors import LinvitError
 from linvit.tasks.classify.pairing import paired_difference
 from tests.comparison.synthetic import MECHANISMS, row_of, write_store
@@ -158,6 +159,7 @@ def test_softmax_stays_where_nothing_is_faster(tmp_path: Path) -> None:
 def test_incomplete_stores_are_said_to_be_so(tmp_path: Path, wanted: dict, said: str) -> None:
     contents = gather([write_store(tmp_path, patches=[4], **wanted)])
     assert said in " ".join(contents.answer.sentences)
+    assert "No speeds" not in contents.answer.sentences[0]  # what is known goes first
     assert render(contents) and markdown(contents) and spreadsheet(contents)
 
 
@@ -221,6 +223,8 @@ def test_settings_are_told_apart(tmp_path: Path) -> None:
     contents = gather([first, second])
     assert [len(setting.rows) for setting in contents.settings] == [4, 2]
     assert "5 epochs" in contents.settings[0].title and "6 epochs" in contents.settings[1].title
+    assert apart(contents.settings) == ["5 epochs", "6 epochs"]
+    assert apart(contents.settings[:1]) == [contents.settings[0].title]
 
 
 def test_a_loss_that_is_not_ruled_out_is_named(tmp_path: Path) -> None:

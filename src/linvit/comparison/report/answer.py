@@ -67,9 +67,9 @@ def answer(settings: Sequence[Setting]) -> Answer:
     if not compared:
         return Answer((without_softmax(rows),), ladders)
     usual = next((ladder for ladder in ladders if ladder.tolerance == USUAL and ladder.picks), None)
-    first = speed_sentence(usual) if usual else "No speeds were measured yet."
-    taken = usual.picks[-1].row if usual else None
-    return Answer((first, accuracy_sentence(compared, taken)), ladders)
+    if usual is None:
+        return Answer((accuracy_sentence(compared, None), "No speeds were measured yet."), ladders)
+    return Answer((speed_sentence(usual), accuracy_sentence(compared, usual.picks[-1].row)), ladders)
 
 
 def main_rows(setting: Setting) -> list[Row]:

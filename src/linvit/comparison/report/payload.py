@@ -66,7 +66,9 @@ def payload(results: Results, settings: Sequence[Setting], answer: Answer) -> Js
     ]
     candidates = [row.first.candidate for setting in settings for row in setting.rows]
     return {
-        "settings": [{"title": setting.title, "mode": setting.mode} for setting in settings],
+        "settings": [
+            {"title": name, "mode": setting.mode} for setting, name in zip(settings, apart(settings), strict=True)
+        ],
         "rows": rows,
         "ladders": ladders,
         "styles": styles(candidates),
@@ -75,6 +77,14 @@ def payload(results: Results, settings: Sequence[Setting], answer: Answer) -> Js
         "configs": configs.values,
         "timed": {str(data["candidate_key"]): str(data.get("command") or "") for data in results.speeds},
     }
+
+
+def apart(settings: Sequence[Setting]) -> list[str]:
+    """What tells the settings apart, of their titles, so that a short list shows it."""
+    parts = [setting.title.split(", ") for setting in settings]
+    shared = set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else set()
+    names = [", ".join(part for part in own if part not in shared) for own in parts]
+    return [name[:1].upper() + name[1:] for name in names]
 
 
 def row_data(row: Row, environments: Shared, configs: Shared, chips: Shared) -> Json:
