@@ -14,7 +14,7 @@ from linvit.attention import create_attention
 from linvit.errors import LinvitError
 from linvit.kernels import relu_quadratic_cpu, relu_quadratic_launch
 from linvit.kernels.linear_launch import empty_rows
-from linvit.kernels.relu_quadratic import relu_quadratic, why_not
+from linvit.kernels.relu_quadratic import relu_quadratic, tiles_on_cpu, why_not
 from linvit.measurement.clock import peak_memory
 from tests.kernels.conftest import ON_GPU
 
@@ -164,13 +164,13 @@ def test_the_mechanism_uses_it_or_says_why_not(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "tokens, keys, dtype", [(300, 600, torch.float32), (70, 90, torch.float16), (7, 7, torch.bfloat16)]
 )
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("numbers", [64, 2**20])
 @pytest.mark.parametrize("masked", [False, True])
 def test_tiles_on_the_cpu(
-    tokens: int, keys: int, dtype: torch.dtype, together: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, keys: int, dtype: torch.dtype, numbers: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small tiles, over memory full of NaN: single heads, several images at once, ragged ends."""
-    for name, value in {"ROWS": 64, "COLUMNS": 48, "TILE_NUMBERS": 64, "SMALL_IMAGE": 2**20 * together}.items():
+    """Small tiles, over memory full of NaN: single heads and all together, ragged ends."""
+    for name, value in {"ROWS": 64, "COLUMNS": 48, "TILE_NUMBERS": numbers}.items():
         monkeypatch.setattr(relu_quadratic_cpu, name, value)
     rows_like, new_empty = relu_quadratic_cpu.rows_like, Tensor.new_empty
     monkeypatch.setattr(relu_quadratic_cpu, "rows_like", lambda *a: rows_like(*a).fill_(float("nan")))
@@ -186,6 +186,13 @@ def test_tiles_on_the_cpu(
     relu_quadratic_cpu.backward(grad, q, k, v, mask, *found)
     for ours, exactly in zip(found, torch.autograd.grad(truth, exact, grad.double()), strict=True):
         assert error(ours, exactly) < LIMITS[dtype]
+
+
+def test_few_tokens_are_not_tiled_on_the_cpu() -> None:
+    def tiled(tokens: int, dtype: torch.dtype = torch.float32) -> bool:
+        return tiles_on_cpu(*(torch.empty(2, 3, tokens, 32, dtype=dtype) for _ in range(3)))
+
+    assert not tiled(49) and tiled(65) and tiled(49, torch.bfloat16)  # whose sums are in float32
 
 
 @pytest.mark.parametrize("home", [relu_quadratic_cpu])

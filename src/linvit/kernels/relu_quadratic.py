@@ -21,6 +21,7 @@ from linvit.kernels.linear import packed_source, plain
 from linvit.kernels.linear_launch import rows_like, unpack
 
 WIDEST = 256  # channels of a head that fit a program's registers
+FEW = 64  # tokens up to which the CPU does better without tiles
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -36,8 +37,11 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def tiles_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the tiled code for the CPU serves: yes, but not for exporters, which know plain PyTorch only."""
-    return q.device.type == "cpu" and q.dtype == k.dtype == v.dtype and not torch.compiler.is_exporting()
+    """Whether the tiled code for the CPU serves: not so few tokens that calls take longer than products, as in windows,
+    and not exporters, which know plain PyTorch only."""
+    if q.device.type != "cpu" or not q.dtype == k.dtype == v.dtype or torch.compiler.is_exporting():
+        return False
+    return q.dtype in relu_quadratic_cpu.HALF or max(q.shape[2], k.shape[2]) > FEW
 
 
 def home(q: Tensor) -> ModuleType:

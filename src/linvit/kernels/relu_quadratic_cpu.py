@@ -16,7 +16,7 @@ from linvit.kernels.linear_launch import rows_like
 
 ROWS, COLUMNS = 512, 1024  # of a tile of scores, at most
 TILE_NUMBERS = 2**18  # scores of heads that share a tile: 1 MiB of float32
-SMALL_IMAGE = 2**16  # scores below which several images are copied together: calls would take longer than products
+HALF = (torch.float16, torch.bfloat16)
 
 
 def parts(count: int, most: int, multiple: int = 1) -> list[slice]:
@@ -27,39 +27,23 @@ def parts(count: int, most: int, multiple: int = 1) -> list[slice]:
     return [slice(start, min(count, start + size)) for start in range(0, count, size)]
 
 
-def images(q: Tensor, k: Tensor) -> list[slice]:
-    """Groups of images that are taken together."""
-    scores = q.shape[1] * q.shape[2] * k.shape[2]
-    batch, together = q.shape[0], max(1, SMALL_IMAGE // scores)
-    return [slice(start, min(batch, start + together)) for start in range(0, batch, together)]
+def image(x: Tensor, number: int, mask: Tensor | None = None) -> Tensor:
+    """`(heads, tokens, channels)` of one image in float32 at least, rows that are masked out zeroed."""
+    x = x[number]
+    if mask is not None:
+        x = torch.where(mask[number][:, None], x, torch.zeros((), dtype=x.dtype))
+    return x.float() if x.dtype in HALF else x
 
 
-def heads_of(x: Tensor, b: slice, keep: Tensor | None = None) -> Tensor:
-    """`(images · heads, tokens, channels)` in float32 at least, rows that are not kept zeroed; a view of one image."""
-    x = x[b.start] if b.stop == b.start + 1 else x[b].flatten(0, 1)
-    if keep is not None:
-        x = torch.where(keep, x, torch.zeros((), dtype=x.dtype))
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+def target(whole: Tensor, number: int) -> Tensor:
+    """Where one image's result goes: the memory itself, or what `finish` copies there."""
+    place = whole[number]
+    return place.new_empty(place.shape, dtype=torch.float32) if place.dtype in HALF else place
 
 
-def kept(mask: Tensor | None, b: slice, heads: int) -> Tensor | None:
-    return None if mask is None else mask[b].repeat_interleave(heads, 0)[:, :, None]
-
-
-class Target:
-    """Where one group's result goes: the memory itself where it can be written in place, else copied at the end."""
-
-    def __init__(self, whole: Tensor, b: slice, like: Tensor) -> None:
-        self.later = None
-        if b.stop == b.start + 1 and whole.dtype == like.dtype:
-            self.tensor = whole[b.start]
-        else:
-            self.later = whole[b]
-            self.tensor = like.new_empty(self.later.shape[0] * whole.shape[1], *whole.shape[2:])
-
-    def finish(self) -> None:
-        if self.later is not None:
-            self.later.copy_(self.tensor.unflatten(0, self.later.shape[:2]))
+def finish(whole: Tensor, number: int, result: Tensor) -> None:
+    if result.dtype != whole.dtype:
+        whole[number].copy_(result)
 
 
 def one_tile(q: Tensor, k: Tensor) -> bool:
@@ -83,33 +67,26 @@ def tiles(q: Tensor, k: Tensor, buffers: int) -> Iterator[tuple[slice, slice, sl
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     out = rows_like(v, q.shape[2])
-    for b in images(q, k):
-        keep = kept(mask, b, q.shape[1])
-        queries, keys, values = heads_of(q, b), heads_of(k, b, keep), heads_of(v, b, keep)
-        alpha, factor = factors(k, mask, b)
-        target = Target(out, b, queries)
+    for number in range(len(q)):
+        queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
+        result, alpha = target(out, number), factor(k, number, mask)
         if one_tile(queries, keys):
-            target.tensor.baddbmm_(torch.bmm(queries, keys.mT).relu_(), values, beta=0, alpha=alpha)
+            result.baddbmm_(torch.bmm(queries, keys.mT).relu_(), values, beta=0, alpha=alpha)
         else:
             for h, m, n, (weight,) in tiles(queries, keys, 1):
                 torch.bmm(queries[h, m], keys[h, n].mT, out=weight).relu_()
-                target.tensor[h, m].baddbmm_(weight, values[h, n], beta=float(n.start > 0), alpha=alpha)
-        if factor is not None:
-            target.tensor.mul_(factor)
-        target.finish()
+                result[h, m].baddbmm_(weight, values[h, n], beta=float(n.start > 0), alpha=alpha)
+        finish(out, number, result)
     return out
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    for b in images(q, k):
-        keep = kept(mask, b, q.shape[1])
-        queries, keys, values = heads_of(q, b), heads_of(k, b, keep), heads_of(v, b, keep)
-        alpha, factor = factors(k, mask, b)
-        g = heads_of(grad, b) if factor is None else heads_of(grad, b) * factor
-        targets = [Target(d, b, queries) for d in (dq, dk, dv)]
-        d_queries, d_keys, d_values = (target.tensor for target in targets)
+    for number in range(len(q)):
+        queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
+        g, alpha = image(grad, number), factor(k, number, mask)
+        d_queries, d_keys, d_values = (target(d, number) for d in (dq, dk, dv))
         if one_tile(queries, keys):
             weight, d_weight = queries.new_empty(2, len(queries), queries.shape[1], keys.shape[1])
             add_gradients(queries, keys, values, g, d_queries, d_keys, d_values, weight, d_weight, 0, 0, alpha)
@@ -118,8 +95,8 @@ def backward(
                 inputs = (queries[h, m], keys[h, n], values[h, n], g[h, m])
                 outputs = (d_queries[h, m], d_keys[h, n], d_values[h, n])
                 add_gradients(*inputs, *outputs, weight, d_weight, int(n.start > 0), int(m.start > 0), alpha)
-        for target in targets:
-            target.finish()
+        for whole, result in ((dq, d_queries), (dk, d_keys), (dv, d_values)):
+            finish(whole, number, result)
 
 
 def add_gradients(
@@ -135,10 +112,7 @@ def add_gradients(
     dq.baddbmm_(d_weight, k, beta=onward, alpha=alpha)
 
 
-def factors(k: Tensor, mask: Tensor | None, b: slice) -> tuple[float, Tensor | None]:
-    """1 / (√d · keys that take part): a number, and under a mask what it lacks for each, `(images · heads, 1, 1)`."""
-    scale = k.shape[-1] ** -0.5
-    if mask is None:
-        return float(scale / k.shape[2]), None
-    dtype = torch.float32 if k.dtype in (torch.float16, torch.bfloat16) else k.dtype
-    return float(scale), (1 / mask[b].sum(-1).clamp_min(1).to(dtype)).repeat_interleave(k.shape[1])[:, None, None]
+def factor(k: Tensor, number: int, mask: Tensor | None) -> float:
+    """1 / (√d · keys that take part)."""
+    keys = k.shape[2] if mask is None else max(1, int(mask[number].sum()))
+    return float(k.shape[-1] ** -0.5 / keys)
