@@ -14,7 +14,7 @@ from linvit.attention import create_attention
 from linvit.errors import LinvitError
 from linvit.kernels import relu_quadratic_cpu, relu_quadratic_launch
 from linvit.kernels.linear_launch import empty_rows
-from linvit.kernels.relu_quadratic import relu_quadratic, tiles_on_cpu, why_not
+from linvit.kernels.relu_quadratic import on_cpu, relu_quadratic, why_not
 from linvit.measurement.clock import peak_memory
 from tests.kernels.conftest import ON_GPU
 
@@ -188,11 +188,25 @@ def test_tiles_on_the_cpu(
         assert error(ours, exactly) < LIMITS[dtype]
 
 
-def test_few_tokens_are_not_tiled_on_the_cpu() -> None:
-    def tiled(tokens: int, dtype: torch.dtype = torch.float32) -> bool:
-        return tiles_on_cpu(*(torch.empty(2, 3, tokens, 32, dtype=dtype) for _ in range(3)))
-
-    assert not tiled(49) and tiled(65) and tiled(49, torch.bfloat16)  # whose sums are in float32
+@pytest.mark.parametrize(
+    "tokens, dtype, tiled", [(49, torch.float32, 0), (65, torch.float32, 1), (49, torch.float16, 1)]
+)
+def test_few_tokens_are_not_tiled_on_the_cpu(
+    tokens: int, dtype: torch.dtype, tiled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, calls = torch.device("cpu"), []
+    forward = relu_quadratic_cpu.forward
+    monkeypatch.setattr(relu_quadratic_cpu, "forward", lambda *a: calls.append(1) or forward(*a))
+    monkeypatch.setattr("linvit.kernels.relu_quadratic.interpreted", lambda: False)
+    packed = draw(cpu, dtype, 2, tokens, 3, 2, 8).requires_grad_()
+    out = on_cpu(*packed.permute(2, 0, 3, 1, 4).unbind(0), None)
+    assert out is not None and len(calls) == tiled
+    exact = packed.detach().double().requires_grad_()
+    truth = reference(*exact.permute(2, 0, 3, 1, 4).unbind(0), None)
+    grad = draw(cpu, dtype, *out.shape, seed=5)
+    assert error(out, truth) < LIMITS[dtype]
+    found, wanted = (torch.autograd.grad(o, x, grad.to(o.dtype))[0] for o, x in ((out, packed), (truth, exact)))
+    assert error(found, wanted) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("home", [relu_quadratic_cpu])

@@ -62,8 +62,8 @@ class ReluQuadratic(Softmax):
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         why = "the kernel has no place for a bias" if call.bias is not None else kernel.why_not(q, k, v)
-        if why is None or (self.impl == "auto" and call.bias is None and kernel.tiles_on_cpu(q, k, v)):
+        if why is None:
             return kernel.relu_quadratic(q, k, v, call.mask)
         if self.impl == "triton":
             raise LinvitError(f"{self.name} cannot run on the Triton kernel: {why}")
-        return None
+        return kernel.on_cpu(q, k, v, call.mask) if call.bias is None else None

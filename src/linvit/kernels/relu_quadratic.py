@@ -36,12 +36,14 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def tiles_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the tiled code for the CPU serves: not so few tokens that calls take longer than products, as in windows,
-    and not exporters, which know plain PyTorch only."""
+def on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The attention on the CPU: over tiles, but not with so few tokens, as in windows, that calls take longer than
+    products. None elsewhere, and for exporters, which are given the formula as it is written."""
     if q.device.type != "cpu" or not q.dtype == k.dtype == v.dtype or torch.compiler.is_exporting():
-        return False
-    return q.dtype in relu_quadratic_cpu.HALF or max(q.shape[2], k.shape[2]) > FEW
+        return None
+    if max(q.shape[2], k.shape[2]) > FEW or q.dtype in relu_quadratic_cpu.HALF or mask is not None:
+        return relu_quadratic(q, k, v, mask)
+    return ((q @ k.mT).relu_() @ v).mul_(q.shape[3] ** -0.5 / k.shape[2])
 
 
 def home(q: Tensor) -> ModuleType:
