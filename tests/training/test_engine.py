@@ -181,3 +181,55 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_settings_of_the_process_come_back() -> None:
     train(epochs=1)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Disorderly(torch.autograd.Function):
+    """The identity, whose backward pass has no deterministic algorithm, as PyTorch says it of its own."""
+
+    strict: list[bool] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        asked = torch.are_deterministic_algorithms_enabled()
+        Disorderly.strict.append(asked and not torch.is_deterministic_algorithms_warn_only_enabled())
+        if Disorderly.strict[-1]:
+            raise RuntimeError("disorderly_backward does not have a deterministic implementation, but you set it")
+        return grad
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_has_no_deterministic_algorithm_runs_without(tmp_path: Path, accumulate: int) -> None:
+    def objective(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return cross_entropy(lambda x: Disorderly.apply(model(x)), images, targets)  # type: ignore[arg-type]
+
+    Disorderly.strict = []
+    settings = {"objective": objective, "accumulate": accumulate}
+    model = small_model(proj_drop_rate=0.1)
+    made, outcome = train(model, tmp_path, **settings)
+    assert Disorderly.strict == [True, *[False] * (outcome.steps * accumulate)]
+    notes = [record["text"] for record in read_log(tmp_path) if record["kind"] == "note"]
+    reason = "disorderly_backward does not have a deterministic implementation"
+    assert notes == [f"a resumed run may not have the same bits: {reason}"]
+    loose, _ = train(small_model(proj_drop_rate=0.1), deterministic=False, **settings)
+    assert same(weights(made.model), weights(loose.model))
+    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_attention_is_asked_for_its_deterministic_backward() -> None:
+    """It has one, and takes it only where PyTorch may fail."""
+    asked: list[bool] = []
+
+    def objective(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        output = model(images)
+        output.register_hook(lambda grad: asked.append(not torch.is_deterministic_algorithms_warn_only_enabled()))
+        return cross_entropy(lambda x: output, images, targets)  # type: ignore[arg-type]
+
+    _, outcome = train(small_model(), objective=objective)
+    assert asked == [True] * outcome.steps
+    asked.clear()
+    train(small_model(), objective=objective, deterministic=False)
+    assert not torch.are_deterministic_algorithms_enabled() and len(asked) == outcome.steps

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import linvit
 from linvit.training.config import Config
 from linvit.training.diagnosis import Diverged
 from linvit.training.engine import Engine, Phase
@@ -62,6 +63,30 @@ def test_resume_equals_uninterrupted(tmp_path: Path, plan: str | None, precision
     again = make(tmp_path / "part", plan, **settings)
     again.run(resume=True)
     assert same(weights(whole.model), weights(again.model))
+
+
+class Large(OnDevice):
+    """As many tokens as a model has: with few, attention's backward pass has nothing to add in any order."""
+
+    def epoch(self, epoch: int, skip: int = 0) -> Any:
+        for images, targets in super().epoch(epoch, skip):
+            yield F.interpolate(images, size=128), targets
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("plan", [None, "castling", "qt"])
+def test_the_same_bits_twice_with_many_tokens(plan: str | None, precision: str) -> None:
+    found = []
+    for _ in range(3):
+        config = Config(**{**PLAIN, **SETTINGS, "precision": precision, "compile": "off", "epochs": 8})
+        model = small_model(img_size=128, embed_dim=128, num_heads=2)
+        if plan:
+            linvit.convert(model, plan)
+        phases = [Phase(stage, objective) for stage in config.plan_of_stages()]
+        made = Engine(make_accelerator(config), model, config, Large(), phases)
+        made.run()
+        found.append(weights(made.model))
+    assert same(found[0], found[1]) and same(found[0], found[2])
 
 
 @pytest.mark.parametrize("plan", [None, "stella", "castling", "relu_quadratic", "mobile", "qt"])

@@ -33,7 +33,7 @@ from linvit.training.mesa import Mesa
 from linvit.training.optimiser import classifier_name, clip, make_optimiser, select_trainable
 from linvit.training.phases import Phase, Step
 from linvit.training.processes import average_gradients, share_from_first
-from linvit.training.repeating import repeatable
+from linvit.training.repeating import repeatable, strictly, undetermined
 from linvit.training.schedule import stage_schedule
 from linvit.training.sizes import resized
 from linvit.training.window import Window
@@ -92,6 +92,7 @@ class Engine:
         seconds = config.checkpoint_seconds
         self.keeper = Keeper(accelerator, folder, own, self.model, self.average, self.masks, seconds, models)
         self.speeds: list[float] = []
+        self.strict = config.deterministic
 
     @property
     def begun(self) -> bool:
@@ -216,9 +217,7 @@ class Engine:
         """What a step does on the device, from its batches to the moved weights."""
         wrong = torch.zeros((), device=self.accelerator.device)
         for images, targets in batches:
-            with self.accelerator.autocast():
-                entries = compute(images, targets)
-            self.accelerator.backward(entries["loss"])
+            entries = self.differentiate(compute, images, targets)
             self.window.note(entries)
             wrong = wrong + ~torch.isfinite(entries["loss"].detach())
         scaler = self.accelerator.scaler
@@ -236,6 +235,25 @@ class Engine:
             raw = self.optimiser.optimizer
             raw.grad_scale, raw.found_inf = None, self.window.bad
             raw.step()
+
+    def differentiate(self, compute: Step, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """What the objective says of a batch, with its gradients added. Where something in it has no deterministic
+        algorithm, which shows in a run's first batch, the run goes on without."""
+        try:
+            with self.accelerator.autocast():
+                entries = compute(images, targets)
+            with strictly(self.strict):
+                self.accelerator.backward(entries["loss"])
+        except RuntimeError as error:
+            if not (self.strict and undetermined(error)):
+                raise
+            reason = str(error).split(",")[0].splitlines()[0]
+            self.log.add("note", self.step, {"text": f"a resumed run may not have the same bits: {reason}"})
+            self.strict = False
+            self.optimiser.optimizer.zero_grad()
+            self.seed_step(self.step)
+            return self.differentiate(compute, images, targets)
+        return entries
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of all epochs in a row, from where the run stands."""

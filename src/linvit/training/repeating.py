@@ -1,7 +1,8 @@
 """The same bits twice: what PyTorch must be told for a resumed run to equal one that was never killed.
 
 On a GPU, several backward passes add in whatever order their threads arrive, and the compiler picks kernels by racing
-them. Both are switched off for the time of a run.
+them. Both are switched off for the time of a run. Softmax attention is a case of its own: its backward pass keeps an
+order only where PyTorch may fail and not just warn, and cuDNN's is left out.
 """
 
 from __future__ import annotations
@@ -29,12 +30,32 @@ def repeatable(wanted: bool) -> Iterator[None]:
     held = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fill, chosen = settings.fill_uninitialized_memory, inductor.deterministic
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False  # a guard for debugging, and slow
     inductor.deterministic = True
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(held[0], warn_only=held[1])
         settings.fill_uninitialized_memory = fill
         inductor.deterministic = chosen
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+@contextmanager
+def strictly(wanted: bool) -> Iterator[None]:
+    """Inside `repeatable`: operations without a deterministic algorithm fail, and attention takes the one it has."""
+    if wanted:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        if wanted:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def undetermined(error: RuntimeError) -> bool:
+    """Whether that is why something failed."""
+    return "deterministic" in str(error)
