@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from torch import Tensor
 
 from linvit.kernels import linear_launch, mobile_launch, relu_quadratic_launch
@@ -24,6 +25,7 @@ from linvit.kernels.linear_launch import Launch
 from linvit.kernels.linear_plan import Formula
 
 PROCESSORS = 132
+DISASSEMBLER = Path(triton.__path__[0], "backends", "nvidia", "bin", "nvdisasm")
 LAUNCHERS = (linear_launch, mobile_launch, relu_quadratic_launch)
 
 
@@ -100,7 +102,6 @@ def mobile(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) ->
 def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Path) -> tuple[list[str], dict[str, int]]:
     """The machine code, an instruction a line, and where its labels point."""
     import triton.language as tl
-    from triton.backends import nvidia
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
 
@@ -111,8 +112,7 @@ def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Pat
         compiled = launch.kernel.warmup(*pointers, *launch.values, grid=launch.grid, **options)
     file = folder / "kernel.cubin"
     file.write_bytes(compiled.asm["cubin"])
-    tool = Path(nvidia.__path__[0]) / "bin" / "nvdisasm"
-    text = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():

@@ -11,6 +11,9 @@ from tests.kernels import machine_code
 from tests.kernels.linear_reference import FORMULAS
 
 BF16, FP16 = torch.bfloat16, torch.float16
+compiled = pytest.mark.skipif(
+    not machine_code.DISASSEMBLER.exists(), reason="this Triton came without NVIDIA's disassembler"
+)
 
 
 def check(found: machine_code.Recorder, folder: Path, *, waits: bool = False) -> int:
@@ -25,6 +28,7 @@ def check(found: machine_code.Recorder, folder: Path, *, waits: bool = False) ->
     return products
 
 
+@compiled
 @pytest.mark.parametrize("dtype, batch, heads, tokens, dim", [(BF16, 2, 3, 197, 24), (FP16, 64, 6, 196, 64)], ids=str)
 @pytest.mark.parametrize("name", ["stella", "relu", "elu", "qt"])
 def test_linear_attention(
@@ -35,10 +39,12 @@ def test_linear_attention(
     assert check(found, tmp_path, waits=True) > 0
 
 
+@compiled
 def test_relu_quadratic(tmp_path: Path) -> None:
     check(machine_code.relu_quadratic(BF16, 64, 6, 197, 64), tmp_path)
 
 
+@compiled
 def test_mobile(tmp_path: Path) -> None:
     check(machine_code.mobile(BF16, 8, 32, 196, 4), tmp_path)
 
