@@ -45,6 +45,25 @@ def test_kernel_and_reference_agree(case: Case, masked: bool, device: torch.devi
         assert relative_rms(one, other) < 1e-4
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_castling_trains_with_its_softmax_branch_beside_the_kernel(
+    dtype: torch.dtype, masked: bool, device: torch.device
+) -> None:
+    tensors = tuple(t.to(device).requires_grad_() for t in inputs(GRID, dtype=dtype)[:3])
+    exact = tuple(t.detach().double().requires_grad_() for t in tensors)
+    mask = torch.ones(2, GRID.tokens, dtype=torch.bool, device=device)
+    mask[1, -5:] = False
+    found = []
+    for given, impl in ((tensors, "triton"), (exact, "reference")):
+        mechanism = Case("castling", {"sparse": True, "threshold": 0.0}).build(GRID, dtype=given[0].dtype, impl=impl)
+        out = mechanism.to(device).train()(*given, GRID, mask=mask if masked else None)
+        weight = torch.linspace(-1, 1, out.shape[-1], device=device, dtype=out.dtype)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), given)])
+    for one, other in zip(*found, strict=True):
+        assert relative_rms(one, other) < (1e-4 if dtype == torch.float32 else 2e-2)
+
+
 @every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(case: Case, dtype: torch.dtype, device: torch.device) -> None:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from linvit.attention.features import Direction
 from linvit.attention.linear import Fusion, LinearAttention
 from linvit.attention.local import TokenConv, values_at_queries
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size
+from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, lift
 from linvit.attention.normalisers import Constant
 from linvit.attention.registry import register
 from linvit.errors import LinvitError
@@ -90,26 +90,28 @@ class Castling(LinearAttention):
         return out + self.conv(values_at_queries(call.keep(v), call))
 
     def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
-        if self.sparse and self.training:
-            return "its softmax branch, for training, is not fused"
         if call.grid != call.key_grid:
             return "its values have to be brought to other positions for the queries"
-        formula = Formula("direction", scale=1 / math.pi, feature_eps=self.eps, own=0.5, norm=True, norm_eps=self.eps)
+        norm = not (self.sparse and self.training)  # else the softmax branch goes in before it
+        formula = Formula("direction", scale=1 / math.pi, feature_eps=self.eps, own=0.5, norm=norm, norm_eps=self.eps)
         return Fusion(q, k, formula)
 
     def finish_fused(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if self.sparse and self.training:
+            out = lift(out) + self.sparse_scale * lift(self.sparse_branch(q, k, v, call))
+            out = F.normalize(out, dim=-1, eps=self.eps).to(v.dtype)
         return self.add_local(out, v, call)
 
     def sparse_branch(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Masked softmax attention, not renormalised; gradients pass through the kept entries only."""
-        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        scores = lift(q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
         if call.mask is not None:
             scores = scores.masked_fill(~call.mask[:, None, None, :], float("-inf"))
         attention = scores.softmax(-1)
         above = attention > (4 / call.keys if self.threshold is None else self.threshold)
         with torch.no_grad():
             self.kept.copy_((above.sum(-1, keepdim=True) / call.keys).mean())
-        return (attention * above) @ v
+        return (attention * above).to(v.dtype) @ v
 
     def macs(self, size: Size) -> int:
         return super().macs(size) + (self.conv.macs(size) if self.conv is not None else 0)
