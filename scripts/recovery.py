@@ -2,9 +2,9 @@
 
     python scripts/recovery.py benchmarks/stores/recovery docs/results.md docs/recovery.png SPEEDS.json …
 
-A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is
-what so many epochs of plain distillation cost, teacher included; an epoch of alignment costs about half of one. Seconds
-are those of a training that has the device to itself, from files that `linvit bench training` wrote, one a recipe: runs
+A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is so
+many epochs, whatever a recipe does with an image, so recipes of one budget need not take the same time. Seconds are
+those of a training that has the device to itself, from files that `linvit bench training` wrote, one a recipe: runs
 that share a device say little about its speed.
 """
 
@@ -76,12 +76,14 @@ def tables(found: Cells) -> str:
     """What was reached, how it compares, and how near it came to the teacher."""
     most = budgets(found)[-1]
     columns = [(recipe, budget) for recipe in (PLAIN, FAST) for budget in budgets(found)]
-    reached, compared, near = [], [], []
+    reached, counted, compared, near = [], [], [], []
     for name in names(found):
         mine = [cell for (candidate, _, _), cell in found.items() if candidate == name]
         zero = next((value for cell in mine if (value := cell.mean("conversion", "zero_shot")) is not None), None)
         tops = [number(cell.top1 if (cell := found.get((name, *column))) else None) for column in columns]
-        reached.append([f"`{name}`", str(max(len(cell.runs) for cell in mine)), number(zero), *tops])
+        seeds = [str(len(cell.runs)) if (cell := found.get((name, *column))) else "–" for column in columns]
+        reached.append([f"`{name}`", number(zero), *tops])
+        counted.append([f"`{name}`", *seeds])
         gains = [apart(found, (name, FAST, budget), (name, PLAIN, budget)) for budget in budgets(found)]
         lost = [apart(found, (name, recipe, most), ("softmax", recipe, most)) for recipe in (PLAIN, FAST)]
         compared.append([f"`{name}`", *gains, *lost])
@@ -90,7 +92,9 @@ def tables(found: Cells) -> str:
         near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
     return "\n\n".join((
         "Top-1 in percent, means over seeds: right after the conversion, and after so many epochs.",
-        grid(["candidate", "seeds", "converted", *(f"{recipe}, {budget}" for recipe, budget in columns)], reached),
+        grid(["candidate", "converted", *(f"{recipe}, {budget}" for recipe, budget in columns)], reached),
+        "Over how many seeds these are:",
+        grid(["candidate", *(f"seeds of {recipe}, {budget}" for recipe, budget in columns)], counted),
         "Paired differences in points over seeds and images, with their 95 % intervals.",
         grid(["candidate", *(f"fast − distil, {budget}" for budget in budgets(found)),
               *(f"to softmax, both by {recipe}, {most}" for recipe in (PLAIN, FAST))], compared),
@@ -150,7 +154,7 @@ def read_speeds(files: Iterable[Path]) -> Speeds:
 
 
 def draw(found: Cells, teacher: float | None, speeds: Speeds, path: Path) -> None:
-    """Accuracy over compute, a panel a candidate: in epochs of plain distillation, and beside the points in seconds."""
+    """Accuracy over compute, a panel a candidate: in epochs, and beside the points in seconds."""
     shown = names(found)
     across = min(4, len(shown))
     down = -(-len(shown) // across)
@@ -162,7 +166,7 @@ def draw(found: Cells, teacher: float | None, speeds: Speeds, path: Path) -> Non
         panel.axis("off")
     panels[0].legend(frameon=False, fontsize=8, loc="lower right")
     beside = "; seconds beside the points" if speeds else ""
-    figure.supxlabel(f"compute, in epochs of plain distillation{beside}", fontsize=9)
+    figure.supxlabel(f"epochs{beside}", fontsize=9)
     figure.supylabel("top-1, %", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

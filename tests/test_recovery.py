@@ -50,7 +50,7 @@ def test_tables_and_picture(tmp_path: Path) -> None:
     assert recovery.read_speeds([tmp_path / "speeds.json"]) == {("fast", "stella"): 2.0}
     recovery.main(store(tmp_path / "store"), page, picture, tmp_path / "speeds.json")
     rows = rows_of(page.read_text())
-    assert list(rows) == ["softmax", "stella"] and rows["stella"]["seeds"] == "3"
+    assert list(rows) == ["softmax", "stella"] and rows["stella"]["seeds of fast, 20"] == "3"
     gain, low = rows["stella"]["fast − distil, 2"].split(" [")
     assert 4 < float(gain) < 8 and float(low.split(",")[0]) > 0
     assert abs(float(rows["stella"]["fast − distil, 20"].split()[0])) < 2
