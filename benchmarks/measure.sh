@@ -47,6 +47,10 @@ bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budge
 bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
 bench model-deit_small-stella-eager "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes eager --budget 0.2
 if [ "$images" ]; then
-  bench training-vit_tiny training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_size=8 \
-    --data "$images" --recipe deit --set batch_size=256 --to stella
+  tiny=(training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_size=8 --data "$images")
+  bench training-vit_tiny "${tiny[@]}" --recipe deit --set batch_size=256 --to stella
+  for recipe in distil fast; do
+    bench training-vit_tiny-$recipe "${tiny[@]}" --recipe $recipe --steps 100 \
+      --to mixa,stella,relu_linear,castling,qt,mobile,efficient,xca
+  done
 fi
