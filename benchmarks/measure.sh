@@ -42,10 +42,6 @@ fi
 bench model-deit_small-stella "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled --budget 0.3
 bench op-stella-grid op -m stella --preset grid --compared ours,sdpa --budget 0.02
 bench op-stella op -m stella --preset deit --budget 0.04
-bench op-stella-host op -m stella --batch 1 --heads 3 --head-dim 16,64 --tokens 196 --compared ours,sdpa --budget 0.8
-bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budget 0.04
-bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
-bench model-deit_small-stella-eager "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes eager --budget 0.2
 if [ "$images" ]; then
   tiny=(training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_size=8 --data "$images")
   bench training-vit_tiny "${tiny[@]}" --recipe deit --set batch_size=256 --to stella
@@ -54,3 +50,7 @@ if [ "$images" ]; then
       --to mixa,stella,relu_linear,castling,qt,mobile,efficient,xca
   done
 fi
+bench op-stella-host op -m stella --batch 1 --heads 3 --head-dim 16,64 --tokens 196 --compared ours,sdpa --budget 0.8
+bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budget 0.04
+bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
+bench model-deit_small-stella-eager "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes eager --budget 0.2
