@@ -19,6 +19,7 @@ bench() { # result, then the command; a result that is there is left alone
 }
 
 deit=(model deit_small_patch16_224 --to stella)
+corners=(op -m stella --heads 3,12 --head-dim 16,64 --tokens 784,3136,12544)
 quadratic=(op -m relu_quadratic --batch 64 --heads 6 --head-dim 64 --tokens 784,1024,3136,12544)
 mobile=(op -m mobile --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136)
 
@@ -30,6 +31,9 @@ if [ "$warm" ]; then
   done
   bench model "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled --passes inference
   bench op op -m stella --preset deit --compared compiled
+  for batch in 1 8 64; do
+    bench op "${corners[@]}" --batch $batch --compared compiled
+  done
   for dim in 16 32 64; do
     bench op op -m stella --batch 1,8,64 --heads 3,6,12 --head-dim $dim --tokens 196,256,784,1024,4096,12544 --compared ours
   done
@@ -39,9 +43,10 @@ if [ "$warm" ]; then
   exit
 fi
 
-bench model-deit_small-stella "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled --budget 0.3
+bench model-deit_small-stella "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled,graph --budget 0.5
 bench op-stella-grid op -m stella --preset grid --compared ours,sdpa --budget 0.02
 bench op-stella op -m stella --preset deit --budget 0.04
+bench op-stella-compiled "${corners[@]}" --batch 1,8,64 --compared ours,compiled --budget 0.02
 if [ "$images" ]; then
   tiny=(training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_size=8 --data "$images")
   bench training-vit_tiny "${tiny[@]}" --recipe deit --set batch_size=256 --to stella

@@ -3,9 +3,9 @@
     python scripts/recovery.py benchmarks/stores/recovery docs/results.md docs/recovery.png SPEEDS.json …
 
 A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is so
-many epochs, whatever a recipe does with an image, so recipes of one budget need not take the same time. Seconds are
-those of a training that has the device to itself, from files that `linvit bench training` wrote, one a recipe: runs
-that share a device say little about its speed.
+many epochs, whatever a recipe does with an image, so recipes of one budget need not take the same time. Seconds, for a
+second picture beside the first, are those of a training that has the device to itself, from files that `linvit bench
+training` wrote, one a recipe: runs that share a device say little about its speed.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def budgets(found: Cells) -> list[int]:
     return sorted({budget for _, _, budget in found})
 
 
-def tables(found: Cells) -> str:
+def tables(found: Cells, speeds: Speeds) -> str:
     """What was reached, how it compares, and how near it came to the teacher."""
     most = budgets(found)[-1]
     columns = [(recipe, budget) for recipe in (PLAIN, FAST) for budget in budgets(found)]
-    reached, counted, compared, near = [], [], [], []
+    reached, counted, compared, near, lasted = [], [], [], [], []
     for name in names(found):
         mine = [cell for (candidate, _, _), cell in found.items() if candidate == name]
         zero = next((value for cell in mine if (value := cell.mean("conversion", "zero_shot")) is not None), None)
@@ -90,6 +90,12 @@ def tables(found: Cells) -> str:
         ends = [found.get((name, recipe, most)) for recipe in (PLAIN, FAST)]
         alike = [number(cell and cell.mean("conversion", "agreement")) for cell in ends]
         near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
+        times = [speeds.get((recipe, name.partition(":")[0])) for recipe in (PLAIN, FAST)]
+        lasted.append([f"`{name}`", *(number(most / speed if speed else None) for speed in times)])
+    seconds = (
+        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself.",
+        grid(["candidate", PLAIN, FAST], lasted),
+    )
     return "\n\n".join((
         "Top-1 in percent, means over seeds: right after the conversion, and after so many epochs.",
         grid(["candidate", "converted", *(f"{recipe}, {budget}" for recipe, budget in columns)], reached),
@@ -101,6 +107,7 @@ def tables(found: Cells) -> str:
         f"Nearness to the teacher after {most} epochs: the same answer, in percent, and KL divergence.",
         grid(["candidate", *(f"agreement, {recipe}" for recipe in (PLAIN, FAST)),
               *(f"KL, {recipe}" for recipe in (PLAIN, FAST))], near),
+        *(seconds if speeds else ()),
     ))  # fmt: skip
 
 
@@ -153,45 +160,44 @@ def read_speeds(files: Iterable[Path]) -> Speeds:
     return found
 
 
-def draw(found: Cells, teacher: float | None, speeds: Speeds, path: Path) -> None:
-    """Accuracy over compute, a panel a candidate: in epochs, and beside the points in seconds."""
-    shown = names(found)
-    across = min(4, len(shown))
+def draw(found: Cells, teacher: float | None, path: Path, speeds: Speeds | None = None) -> None:
+    """Accuracy over epochs, or with speeds over seconds: a panel for each candidate that had several budgets."""
+    shown = [name for name in names(found) if len(budgets_of(found, name)) > 1]
+    across = min(3, len(shown))
     down = -(-len(shown) // across)
-    figure = Figure(figsize=(3.1 * across, 2.7 * down + 0.3), layout="constrained", dpi=150)
+    figure = Figure(figsize=(3.4 * across, 2.5 * down + 0.3), layout="constrained", dpi=150)
     panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
     for panel, name in zip(panels, shown, strict=False):
         draw_panel(panel, found, name, teacher, speeds)
     for panel in panels[len(shown) :]:
         panel.axis("off")
     panels[0].legend(frameon=False, fontsize=8, loc="lower right")
-    beside = "; seconds beside the points" if speeds else ""
-    figure.supxlabel(f"epochs{beside}", fontsize=9)
+    figure.supxlabel("epochs" if speeds is None else "seconds of training, compilation not counted", fontsize=9)
     figure.supylabel("top-1, %", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speeds: Speeds) -> None:
+def budgets_of(found: Cells, name: str) -> set[int]:
+    return {budget for candidate, _, budget in found if candidate == name}
+
+
+def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speeds: Speeds | None) -> None:
     for recipe in (PLAIN, FAST):
+        speed = 1.0 if speeds is None else speeds.get((recipe, name.partition(":")[0]))
         points = [(budget, cell) for budget in budgets(found) if (cell := found.get((name, recipe, budget)))]
-        if not points:
+        if not points or speed is None:
             continue
-        x = [budget for budget, _ in points]
-        y = [cell.top1 for _, cell in points]
-        panel.plot(x, y, "o-", color=COLOURS[recipe], label=recipe, ms=4, lw=1.5)
-        for budget, cell in points:
+        x = [budget / speed for budget, _ in points]
+        panel.plot(x, [cell.top1 for _, cell in points], "o-", color=COLOURS[recipe], label=recipe, ms=4, lw=1.5)
+        for place, (_, cell) in zip(x, points, strict=True):
             tops = [run.top1 for run in cell.runs.values()]
-            panel.plot([budget, budget], [min(tops), max(tops)], color=COLOURS[recipe], lw=0.8)
-            speed = speeds.get((recipe, name.partition(":")[0]))
-            if speed is not None:
-                place = (0, 6 if recipe == FAST else -12)
-                panel.annotate(f"{budget / speed:.0f} s", (budget, cell.top1), xytext=place, textcoords="offset points",
-                               ha="center", fontsize=6.5, color=COLOURS[recipe])  # fmt: skip
+            panel.plot([place, place], [min(tops), max(tops)], color=COLOURS[recipe], lw=0.8)
     if teacher is not None:
         panel.axhline(teacher, color="black", lw=0.8, ls=":", label="teacher")
     panel.set_xscale("log")
-    panel.set_xticks(budgets(found), [str(budget) for budget in budgets(found)])
+    ticks = budgets(found) if speeds is None else (1, 3, 10, 30)
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.minorticks_off()
     panel.margins(x=0.15, y=0.12)
     panel.set_title(name, fontsize=9)
@@ -203,8 +209,11 @@ def main(store: Path, page: Path, picture: Path, *speeds: Path) -> None:
     found = cells(results.runs)
     teachers = [run.number("conversion", "teacher_top1") for run in results.runs]
     teacher = next((value for value in teachers if value is not None), None)
-    draw(found, teacher, read_speeds(speeds), picture)
-    splice(page, tables(found))
+    draw(found, teacher, picture)
+    measured = read_speeds(speeds)
+    if measured:
+        draw(found, teacher, picture.with_stem(f"{picture.stem}-seconds"), measured)
+    splice(page, tables(found, measured))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def test_tables_and_picture(tmp_path: Path) -> None:
     assert recovery.read_speeds([tmp_path / "speeds.json"]) == {("fast", "stella"): 2.0}
     recovery.main(store(tmp_path / "store"), page, picture, tmp_path / "speeds.json")
     rows = rows_of(page.read_text())
+    assert rows["stella"].pop("fast") == "10.0"  # an empty column is left out
+    assert picture.with_stem("picture-seconds").stat().st_size > 10_000
     assert list(rows) == ["softmax", "stella"] and rows["stella"]["seeds of fast, 20"] == "3"
     gain, low = rows["stella"]["fast − distil, 2"].split(" [")
     assert 4 < float(gain) < 8 and float(low.split(",")[0]) > 0

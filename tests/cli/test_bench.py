@@ -109,6 +109,13 @@ def test_compiled_training(linvit: Callable[..., Outcome], tmp_path: Path, monke
     assert [row["status"] for row in outcome.json["rows"]] == ["ok", "ok"], outcome.json
 
 
+def test_a_cuda_graph_needs_a_cuda_device(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    asked = ["test_vit", "--resolution", "32", "--modes", "graph", "--device", "cpu"]
+    asked += ["-o", str(tmp_path / "model.json")]
+    outcome = linvit("bench", "model", *asked)
+    assert outcome.code == 2 and "needs a CUDA device" in outcome.err
+
+
 def test_scaling(linvit: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = linvit("bench", "scaling", "-m", "stella", "--tokens", "1024", "--json")
     (found,) = outcome.json

@@ -27,6 +27,21 @@ def test_softmax_and_converted_are_trained_and_timed(linvit: Callable[..., Outco
     assert again.code == 2 and "result files are not edited" in again.err
 
 
+def test_an_interrupted_one_goes_on(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    file = tmp_path / "speed.json"
+    asked = ["bench", "training", "vit_tiny_patch16_224", *SMALL, *SET, "--steps", "75"]
+    assert linvit(*asked, "-o", str(file)).code == 0
+    result = json.loads(file.read_text())
+    kept = result["rows"][0]
+    file.write_text(json.dumps(result | {"rows": [kept], "complete": False}))
+    assert linvit(*asked, "--resume", str(file)).code == 0
+    result = json.loads(file.read_text())
+    assert [row["attention"] for row in result["rows"]] == ["softmax", "stella"] and result["rows"][0] == kept
+    assert result["complete"]
+    other = linvit(*asked, "--set", "batch_size=32", "--resume", str(file))
+    assert other.code == 2 and "was measured with recipe" in other.err
+
+
 @pytest.mark.parametrize("recipe", ["distil", "fast"])
 def test_a_recipe_with_a_teacher_is_timed_with_it(recipe: str, linvit: Callable[..., Outcome], tmp_path: Path) -> None:
     file = tmp_path / "speed.json"

@@ -46,7 +46,7 @@ VERBS = {
     },
     "bench training": {
         *("model", "--data", "--to", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader", "--workers"),
-        *("--device", "--output", "--json"),
+        *("--device", "--output", "--resume", "--json"),
     },
     "bench scaling": {"--mechanism", "--tokens", "--json"},
     "show masks": {"run", "--output", "--json"},

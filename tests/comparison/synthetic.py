@@ -206,6 +206,7 @@ def timing(name: str, patch: int, size: int, device: str, batch: int, what: str)
         "pass": what,
         "precision": "bf16",
         "compiled": False,
+        "cuda_graph": device == "cuda",
         "milliseconds": {"median": taken, "low": 0.97 * taken, "high": 1.06 * taken} if fits else None,
         "images_per_second": 1000 * batch / taken if fits else None,
         "peak_bytes": held(name) if fits and device == "cuda" else None,

@@ -42,4 +42,19 @@ def test_a_ladder_on_the_gpu(compiled: bool) -> None:
     task = next(task for task in tasks("stella", measure=given) if task.kind == "speed")
     rows = measure_speed(task, budget=0.05)["rows"]
     assert [row["note"] for row in rows] == [None] * 5
+    assert all(row["cuda_graph"] and row["compiled"] == compiled for row in rows)
     assert all(row["precision"] == "bf16" and row["ratio"] > 0 and row["peak_bytes"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("which", ["inference", "training"])
+def test_a_replayed_pass_does_not_wait_for_python(which: str) -> None:
+    """So small a model is all overhead; and peak memory is that of the pass, not of its replay."""
+    found = []
+    for graph in (False, True):
+        given = {"sizes": [32], "batch": 8, "devices": ["cuda"], "cuda_graph": graph}
+        task = next(task for task in tasks("stella", measure=given) if task.kind == "speed")
+        rows = measure_speed(task, budget=0.05)["rows"]
+        found.append(next(row for row in rows if row["pass"] == which and row["batch"] == 8))
+    plain, replayed = found
+    assert replayed["milliseconds"]["median"] < 0.7 * plain["milliseconds"]["median"]
+    assert replayed["peak_bytes"] == pytest.approx(plain["peak_bytes"], rel=0.1)

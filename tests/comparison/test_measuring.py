@@ -85,6 +85,31 @@ def test_numbers_that_are_none_get_no_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(row["milliseconds"] is None for row in rows)
 
 
+def test_both_are_replayed_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax that can be recorded is not held against a candidate that cannot."""
+    plain: list[str] = []
+    replays: list[str] = []
+
+    def call(name: str) -> Any:
+        return lambda: plain.append(name)
+
+    def record(given: Any) -> Any:
+        given()
+        if plain[-1] == "asks the host":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return lambda: replays.append("")
+
+    monkeypatch.setattr(measuring, "record", record)
+    point = Point(32, 4, "inference", "fp32", False, CPU, graph=True)
+    task = speed("stella")
+    ours, softmax = (Contender(task.identity, c) for c in (task.identity["candidate"], measuring.SOFTMAX))
+    replayed, times = measuring.clocked({ours: call("ours"), softmax: call("softmax")}, point, 0.001)
+    assert replayed and len(times) == 2 and plain == ["ours", "softmax"] and len(replays) > 4
+    replays.clear()
+    replayed, times = measuring.clocked({softmax: call("softmax"), ours: call("asks the host")}, point, 0.001)
+    assert not replayed and len(times) == 2 and not replays and plain.count("softmax") > 4
+
+
 def test_what_takes_too_long_is_left_out() -> None:
     """A linear candidate's time grows with the tokens, softmax's with their square."""
     task = speed("stella")

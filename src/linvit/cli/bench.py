@@ -134,7 +134,7 @@ def model(
     resolution: Annotated[str, typer.Option(help="Image sizes in pixels, with commas.")] = "224",
     batch: Annotated[str, typer.Option(help="Batch size: one, or one per resolution.")] = "64",
     passes: Annotated[str, typer.Option(help="inference, training, or both.")] = "inference,training",
-    modes: Annotated[str, typer.Option(help="eager, compiled, or both.")] = "eager,compiled",
+    modes: Annotated[str, typer.Option(help="eager, compiled, or graph: as a CUDA graph.")] = "eager,compiled",
     dtype: Dtype = None,
     device: Device = "auto",
     budget: Budget = 1.0,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from linvit.cli.arguments import Loader, ModelArg, Root, Settings, Workers, pairs
-from linvit.cli.bench import Device, Output, default_path, find_device
+from linvit.cli.bench import Device, Output, Resume, default_path, find_device
 from linvit.cli.output import Json, print_json, progress
 from linvit.cli.train import start
 
@@ -27,6 +27,7 @@ def training(
     workers: Workers = 4,
     device: Device = "auto",
     output: Output = None,
+    resume: Resume = None,
     as_json: Json = False,
 ) -> None:
     """Train a model with softmax and converted, one after the other, and count images per second, loader included.
@@ -54,11 +55,13 @@ def training(
     plans = {name: as_plan(name) for name in names}  # a wrong name is told before anything is trained
     head = {"kind": "bench training", "version": 1, "model": model, "args": args, "data": data, "steps": steps}
     head |= {"recipe": config.to_dict(), "images": len(train)}
-    path = output or default_path(f"bench-training-{model}")
-    file = record.ResultFile(path, head, record.environment(place))
+    path = resume or output or default_path(f"bench-training-{model}")
+    file = record.ResultFile(path, head, record.environment(place), resume=resume is not None)
+    done = {row["attention"] for row in file.rows}
+    left = {name: plan for name, plan in plans.items() if name not in done}
     held = Held()
-    with progress(f"training {model}", len(plans)) as advance:
-        for name, plan in plans.items():
+    with progress(f"training {model}", len(left)) as advance:
+        for name, plan in left.items():
             built = start(model, False, dict(args), train.class_count, config.seed)
             teacher = None
             if config.needs_teacher:

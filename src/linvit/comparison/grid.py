@@ -238,6 +238,7 @@ class Expansion:
             "batch": measure.batch,
             "precision": measure.precision,
             "compile": measure.compile,
+            "cuda_graph": measure.cuda_graph,
             "devices": list(measure.devices),
         }
         label = {**label_of(candidate, patch or self.own_patch, size), "mode": self.part.mode}

@@ -42,6 +42,7 @@ class Measure:
     devices: tuple[str, ...] = ()  # empty: every device present
     precision: str = "auto"  # bf16 on CUDA, fp32 on the CPU
     compile: bool = False
+    cuda_graph: bool = True  # on CUDA a pass is replayed, so that what Python takes to start it does not count
 
     def __post_init__(self) -> None:
         check_numbers("measure.sizes", self.sizes or ())

@@ -2,7 +2,9 @@
 
 The softmax model is timm's own, with its fused SDPA. Inference runs in the chosen dtype; a training step is forward,
 cross-entropy, backward and AdamW under autocast with float32 weights. Both models are first held against their own
-float64 selves on one image, a compiled training step against the eager one; one that is off gets no speed.
+float64 selves on one image, a compiled training step against the eager one; one that is off gets no speed. The mode
+`graph` is the compiled model replayed as a CUDA graph, by the device's own clock: what the host needs to send the work
+is not in it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from linvit.measurement import clock
 from linvit.measurement.speed import DTYPES, relative_rms
 
 PASSES = ("inference", "training")
-MODES = ("eager", "compiled")
+MODES = ("eager", "compiled", "graph")
 # Relative RMS of the logits against float64. Half precision rounds after every layer, and a dozen of them add up.
 TOLERANCES = {"bf16": 8e-2, "fp16": 2e-2, "fp32": 1e-3}
 
@@ -46,6 +48,8 @@ def sweep(
     """Rows as they are measured: for each resolution, pass and mode the softmax model, then the converted one."""
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
+    if "graph" in modes and device.type != "cuda":
+        raise LinvitError("the mode graph needs a CUDA device: use eager or compiled")
     for resolution, batch in zip(resolutions, batches, strict=True):
         for which in passes:
             for mode in modes:
@@ -91,7 +95,8 @@ def measure(
         for _ in range(3):
             run()
         peak = clock.peak_memory(run, device)
-        timing = clock.eager([run], device, budget=budget)
+        replayed = row["mode"] == "graph"
+        timing = clock.graph([run], budget=budget) if replayed else clock.eager([run], device, budget=budget)
         speed = row["batch"] / timing.median * 1e3
         return {
             "status": "ok",
@@ -126,12 +131,18 @@ def inference_call(model: nn.Module, images: Tensor, dtype: str, *, compiled: bo
 
 
 def training_call(
-    model: nn.Module, images: Tensor, dtype: str, *, forward: Callable[[Tensor], Tensor] | None = None
+    model: nn.Module,
+    images: Tensor,
+    dtype: str,
+    *,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    recorded: bool = False,
 ) -> Callable[[], Tensor]:
-    """A training step on the images; `forward` is the model's compiled form, where there is one."""
+    """A training step on the images; `forward` is the model's compiled form, where there is one, and `recorded` makes a
+    step that a CUDA graph can hold."""
     model.train()
     labels = torch.arange(len(images), device=images.device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=recorded)
 
     def step() -> Tensor:
         optimiser.zero_grad(set_to_none=True)
@@ -151,7 +162,7 @@ def autocast_logits(forward: Callable[[Tensor], Tensor], images: Tensor, dtype: 
 
 def _inference(model: nn.Module, row: dict[str, Any], dtype: str, images: Tensor) -> tuple[Callable[[], object], float]:
     truth = _exact_logits(model.eval(), images[:1])
-    infer = inference_call(model, images, dtype, compiled=row["mode"] == "compiled")
+    infer = inference_call(model, images, dtype, compiled=row["mode"] != "eager")
     return infer, relative_rms(infer()[:1], truth)
 
 
@@ -160,11 +171,11 @@ def _training(model: nn.Module, row: dict[str, Any], dtype: str, images: Tensor)
     with torch.no_grad():
         error = relative_rms(autocast_logits(model, images[:1], dtype), truth)
     forward: Callable[[Tensor], Tensor] = model.train()
-    if row["mode"] == "compiled":
+    if row["mode"] != "eager":
         plain = autocast_logits(model, images, dtype).detach()
         forward = torch.compile(model, dynamic=False)
         error = max(error, relative_rms(autocast_logits(forward, images, dtype).detach(), plain))
-    step = training_call(model, images, dtype, forward=forward)
+    step = training_call(model, images, dtype, forward=forward, recorded=row["mode"] == "graph")
     step()
     if not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
         error = float("inf")

@@ -23,7 +23,8 @@ METHOD = (
     "Δ is the difference to softmax trained with the same seeds, image by image. Its interval covers other seeds and"
     " other images (two-way random effects, Satterthwaite's degrees of freedom); for one seed, other images alone.",
     "Latency is of one image, throughput of a batch; both are medians, timed alone on the device, with softmax of the"
-    " same architecture side by side in the same task. Ratios come from there.",
+    " same architecture side by side in the same task. Ratios come from there. As a CUDA graph a pass is replayed, and"
+    " what Python takes to start it does not count; as plain calls it does.",
     "Exponents are least-squares slopes of log time, or log memory, over log tokens, fitted to the upper half of the"
     " ladder (three points at least). They are of whole models, whose MLPs are linear: below 1 the device is not busy.",
     "MACs count contractions once each; FLOPs in the papers' tables follow the papers.",

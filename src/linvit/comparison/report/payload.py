@@ -8,7 +8,7 @@ from typing import Any
 from linvit.attention import list_mechanisms
 from linvit.comparison.report.answer import Answer
 from linvit.comparison.report.reading import Results, Run, digest
-from linvit.comparison.report.rows import BASELINE, Row, Setting, Speed, stripped_environment
+from linvit.comparison.report.rows import BASELINE, Row, Setting, Speed, stripped_environment, use_of
 from linvit.comparison.statistics import Fit
 
 HUES, MARKERS = 8, 9  # as many as the page's style sheet and script have
@@ -165,7 +165,7 @@ def speed_data(speed: Speed, chips: Shared) -> Json:
             [
                 *(t.size, t.tokens, t.batch),
                 *map(rounded, (t.median, t.low, t.high, t.images_per_second, t.peak_bytes, t.ratio)),
-                *(t.note, f"{t.precision}{', compiled' if t.compiled else ''}"),
+                *(t.note, ", ".join(use_of(t))),
             ]
             for t in speed.ladder
         ],

@@ -62,6 +62,7 @@ class Timing:
     what: str  # inference or training
     precision: str
     compiled: bool
+    cuda_graph: bool
     median: float | None
     low: float | None
     high: float | None
@@ -199,6 +200,7 @@ def timings(data: dict[str, Any]) -> Iterator[Timing]:
             what=str(row.get("pass") or "inference"),
             precision=str(row.get("precision") or ""),
             compiled=bool(row.get("compiled")),
+            cuda_graph=bool(row.get("cuda_graph")),
             median=number(times.get("median")),
             low=number(times.get("low")),
             high=number(times.get("high")),

@@ -21,7 +21,7 @@ class Speed:
     """A candidate on one chip, in one pass, one image at a time or many: its ladder and how it grows."""
 
     device: str
-    chip: str  # with precision and whether compiled: what a time must not be compared without
+    chip: str  # and how it was used: what a time must not be compared without
     what: str
     many: bool  # the batch of throughput, not one image
     ladder: tuple[Timing, ...]  # by tokens
@@ -223,8 +223,13 @@ def chip_of(timing: Timing) -> str:
     for ornament in ("(R)", "(TM)", " Processor", " CPU", " with Radeon Graphics"):
         name = name.replace(ornament, "")
     name = re.sub(r" \d+-Core\b", "", name)
-    used = [timing.precision] if timing.precision else []
-    return ", ".join([f"CPU {name}" if timing.device == "cpu" else name, *used, *["compiled"][: timing.compiled]])
+    return ", ".join([f"CPU {name}" if timing.device == "cpu" else name, *use_of(timing)])
+
+
+def use_of(timing: Timing) -> list[str]:
+    """In which precision, and how."""
+    ways = (("compiled", timing.compiled), ("CUDA graph", timing.cuda_graph))
+    return [name for name in (timing.precision, *(way for way, taken in ways if taken)) if name]
 
 
 def stripped_environment(data: dict[str, object]) -> dict[str, object]:

@@ -15,13 +15,13 @@ COLUMNS = (
     *("top1", "top5", "best", "standard_error", "loss", "parameters", "macs"),
     *("training_seconds", "training_images_per_second", "training_peak_bytes", "training_shared"),
     *("zero_shot", "teacher_top1", "agreement", "kl", "float16_rms", "bfloat16_rms"),
-    *("device", "hardware", "pass", "batch", "precision", "compiled", "median_ms", "low_ms", "high_ms"),
+    *("device", "hardware", "pass", "batch", "precision", "compiled", "cuda_graph", "median_ms", "low_ms", "high_ms"),
     *("images_per_second", "peak_bytes", "ratio_to_softmax", "note", "commit", "command"),
 )
 RUN = ("mode", "candidate", "mechanism", "paper", "patch", "size", "seed", "key")
 TRAINING = ("seconds", "images_per_second", "peak_bytes", "shared")
 TIMING = (
-    *("size", "tokens", "batch", "precision", "compiled", "device", "hardware", "note"),
+    *("size", "tokens", "batch", "precision", "compiled", "cuda_graph", "device", "hardware", "note"),
     *("images_per_second", "peak_bytes"),
 )
 
