@@ -22,7 +22,7 @@ def test_softmax_and_converted_are_trained_and_timed(linvit: Callable[..., Outco
     assert result["complete"] and result["recipe"]["batch_size"] == 64 and result["environment"]["source"]
     for row in result["rows"]:
         assert row["status"] == "ok" and row["images_per_second"] > 0 and row["error"] < 1e-5
-        assert row["loss"]["last"] < row["loss"]["first"]
+        assert row["loss"]["last"] < row["loss"]["first"] and row["first_window_seconds"] > 0
     again = linvit("bench", "training", "vit_tiny_patch16_224", *SMALL, *SET, "-o", str(file))
     assert again.code == 2 and "result files are not edited" in again.err
 
