@@ -1,4 +1,4 @@
-"""No mechanism asks the host while it computes, or sends it anything: a CUDA graph can hold it, forward and backward."""
+"""No mechanism asks the host while it computes, or sends it anything: a CUDA graph can hold both passes."""
 
 from __future__ import annotations
 
