@@ -82,11 +82,17 @@ def linear(formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens:
     return found
 
 
-def relu_quadratic(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+def relu_quadratic(
+    dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, *, biased: bool = False
+) -> Recorder:
     q, k, v, dq, dk, dv = (meta(dtype, batch, heads, tokens, dim) for _ in range(6))
+    bias = meta(dtype, 1, heads, tokens, tokens) if biased else None
     with recorded() as found:
-        out = relu_quadratic_launch.forward(q, k, v, None)
-        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, None, dq, dk, dv)
+        out = relu_quadratic_launch.forward(q, k, v, None, bias)
+        grad = torch.empty_like(out)
+        relu_quadratic_launch.backward(grad, q, k, v, None, dq, dk, dv, bias)
+        if bias is not None:
+            relu_quadratic_launch.bias_gradient(grad, q, k, v, None, bias)
     return found
 
 

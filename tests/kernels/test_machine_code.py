@@ -40,8 +40,10 @@ def test_linear_attention(
 
 
 @compiled
-def test_relu_quadratic(tmp_path: Path) -> None:
-    check(machine_code.relu_quadratic(BF16, 64, 6, 197, 64), tmp_path)
+@pytest.mark.parametrize("biased", [False, True])
+def test_relu_quadratic(tmp_path: Path, biased: bool) -> None:
+    found = machine_code.relu_quadratic(BF16, 64, 6, 197, 64, biased=biased)
+    assert len(found.calls) == (4 if biased else 3) and check(found, tmp_path) > 0
 
 
 @compiled

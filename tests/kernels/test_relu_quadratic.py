@@ -22,8 +22,8 @@ from tests.kernels.conftest import ON_GPU
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 6e-3}
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    weight = torch.relu(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5)
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    weight = torch.relu(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + (0 if bias is None else bias))
     if mask is None:
         return weight @ v / k.shape[2]
     keep = mask[:, None, None, :]
@@ -40,22 +40,26 @@ def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, limit: float | None = None) -> None:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, limit: float | None = None
+) -> None:
     """Output and all gradients against float64; masked keys and values are poisoned for us and not for the truth."""
     limit = limit or LIMITS[q.dtype]
     grad = draw(q.device, q.dtype, *q.shape[:3], v.shape[3], seed=9)
-    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    truth = reference(*exact, mask)
+    given = (q, k, v) if bias is None else (q, k, v, bias)
+    exact = [t.detach().double().requires_grad_() for t in given]
+    truth = reference(*exact[:3], mask, *exact[3:])
     truths = torch.autograd.grad(truth, exact, grad.double())
-    ours = [t.detach().requires_grad_() for t in (q, k, v)]
+    ours = [t.detach().requires_grad_() for t in given]
     if mask is not None:
-        for t in ours[1:]:
+        for t in ours[1:3]:
             t.data = t.data.masked_fill(~mask[:, None, :, None], float("nan"))
-    out = relu_quadratic(*ours, mask)
+    out = relu_quadratic(*ours[:3], mask, *ours[3:])
     assert out.shape == truth.shape and out.dtype == q.dtype and out.transpose(1, 2).is_contiguous()
     assert error(out, truth) < limit
-    for name, found, exactly in zip("qkv", torch.autograd.grad(out, ours, grad), truths, strict=True):
-        assert error(found, exactly) < limit, f"d{name}"
+    names = ("q", "k", "v", "bias")[: len(given)]
+    for name, found, exactly in zip(names, torch.autograd.grad(out, ours, grad), truths, strict=True):
+        assert found.shape == exactly.shape and error(found, exactly) < limit, f"d{name}"
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 49, 63, 197])
@@ -80,6 +84,67 @@ def test_keys_and_queries_may_differ_in_number(device: torch.device, queries: in
 def test_key_mask(device: torch.device, dtype: torch.dtype) -> None:
     mask = draw(device, torch.float32, 2, 70) > -0.5
     check(*(draw(device, dtype, 2, 2, 70, 16, seed=s) for s in range(3)), mask)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 70, 70), (3, 2, 70, 70), (3, 1, 70, 70), (2, 70, 70), (70,)], ids=str)
+def test_a_bias_in_any_shape(device: torch.device, shape: tuple[int, ...]) -> None:
+    check(
+        *(draw(device, torch.float32, 3, 2, 70, 16, seed=s) for s in range(3)), bias=draw(device, torch.float32, *shape)
+    )
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("queries, keys, dim", [(49, 49, 32), (33, 70, 24), (130, 17, 96)])
+def test_a_bias_with_any_type_and_size(
+    device: torch.device, dtype: torch.dtype, queries: int, keys: int, dim: int
+) -> None:
+    """In its own precision, which need not be the queries'; and where the last rows and columns are not whole tiles."""
+    q = draw(device, dtype, 2, 2, queries, dim)
+    k, v = (draw(device, dtype, 2, 2, keys, dim, seed=s) for s in (1, 2))
+    for kind in (dtype, torch.float32):
+        check(q, k, v, bias=draw(device, kind, 1, 2, queries, keys, seed=3))
+
+
+def test_a_bias_beside_a_key_mask(device: torch.device) -> None:
+    mask = draw(device, torch.float32, 2, 70) > -0.5
+    q, k, v = (draw(device, torch.float32, 2, 2, 70, 16, seed=s) for s in range(3))
+    for shape in ((1, 2, 70, 70), (2, 2, 70, 70)):
+        check(q, k, v, mask, draw(device, torch.float32, *shape))
+
+
+def test_a_bias_of_minus_infinity_and_one_in_a_wider_tensor(device: torch.device) -> None:
+    """What a shift mask may hold, and memory that must not be read."""
+    q, k, v = (draw(device, torch.float32, 2, 2, 37, 16, seed=s) for s in range(3))
+    wide = torch.full((1, 2, 40, 80), float("nan"), device=device)
+    wide[:, :, :37, 1:75:2] = draw(device, torch.float32, 1, 2, 37, 37)
+    bias = wide[:, :, :37, 1:75:2]
+    check(q, k, v, bias=bias)
+    bias[..., :9] = float("-inf")
+    assert error(relu_quadratic(q, k, v, None, bias), reference(q, k, v, None, bias)) < 1e-5
+
+
+def test_many_images_share_a_bias(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As windows do: sums over some of the images each, the last of them over fewer."""
+    assert relu_quadratic_launch.share_of(1024, 48, 132) == 94 and relu_quadratic_launch.share_of(8, 3072, 132) == 8
+    monkeypatch.setattr(relu_quadratic_launch, "share_of", lambda *_: 3)
+    q, k, v = (draw(device, torch.float32, 5, 1, 9, 8, seed=s) for s in range(3))
+    check(q, k, v, bias=draw(device, torch.float32, 1, 1, 9, 9))
+
+
+def test_a_packed_projection_with_a_bias(device: torch.device) -> None:
+    packed = draw(device, torch.float32, 2, 35, 3, 2, 16).requires_grad_()
+    bias = draw(device, torch.float32, 1, 2, 35, 35).requires_grad_()
+    grad = draw(device, torch.float32, 2, 2, 35, 16)
+    exact = [t.detach().double().requires_grad_() for t in (packed, bias)]
+    truth = reference(*exact[0].permute(2, 0, 3, 1, 4).unbind(0), None, exact[1])
+    out = relu_quadratic(*packed.permute(2, 0, 3, 1, 4).unbind(0), None, bias)
+    found = torch.autograd.grad(out, (packed, bias), grad)
+    for ours, exactly in zip(found, torch.autograd.grad(truth, exact, grad.double()), strict=True):
+        assert error(ours, exactly) < 2e-5
+    (alone,) = torch.autograd.grad(
+        relu_quadratic(*packed.detach().permute(2, 0, 3, 1, 4).unbind(0), None, bias), bias, grad
+    )
+    assert error(alone, found[1]) < 1e-6
 
 
 def test_packed_projection_gets_one_gradient(device: torch.device) -> None:
@@ -129,9 +194,12 @@ def test_large_scores_stay_inside_float16(device: torch.device) -> None:
 
 def test_opcheck(device: torch.device) -> None:
     inputs = [draw(device, torch.float32, 1, 2, 19, 8, seed=s).requires_grad_() for s in range(3)]
-    torch.library.opcheck(torch.ops.linvit.relu_quadratic.default, (*inputs, None))
+    torch.library.opcheck(torch.ops.linvit.relu_quadratic.default, (*inputs, None, None))
     mask = draw(device, torch.float32, 1, 19) > 0
-    torch.library.opcheck(torch.ops.linvit.relu_quadratic.default, (*inputs, mask))
+    torch.library.opcheck(torch.ops.linvit.relu_quadratic.default, (*inputs, mask, None))
+    for learned in (True, False):
+        bias = draw(device, torch.float32, 1, 2, 19, 19).requires_grad_(learned)
+        torch.library.opcheck(torch.ops.linvit.relu_quadratic.default, (*inputs, mask, bias))
 
 
 def test_compiles_checkpoints_and_counts(device: torch.device) -> None:
@@ -152,11 +220,12 @@ def test_the_mechanism_uses_it_or_says_why_not(device: torch.device) -> None:
     fused, plain = create_attention("relu_quadratic"), create_attention("relu_quadratic", impl="reference")
     fused.impl = "triton"
     assert error(fused(q, k, v), plain(q, k, v)) < 1e-5
-    bias = torch.zeros(1, 2, 20, 20, device=device)
-    with pytest.raises(LinvitError, match="no place for a bias"):
-        fused(q, k, v, bias=bias)
+    bias = draw(device, torch.float32, 1, 2, 20, 20)
+    assert error(fused(q, k, v, bias=bias), plain(q, k, v, bias=bias)) < 1e-5
+    with pytest.raises(LinvitError, match="the bias is float64"):
+        fused(q, k, v, bias=bias.double())
     fused.impl = "auto"
-    assert error(fused(q, k, v, bias=bias), plain(q, k, v)) < 1e-5
+    assert error(fused(q, k, v, bias=bias), plain(q, k, v, bias=bias)) < 1e-5
     assert "wider than 256" in (why_not(*(torch.empty(1, 1, 2, 257, device=device) for _ in range(3))) or "")
     assert "float64" in (why_not(q.double(), k.double(), v.double()) or "")
 
@@ -166,9 +235,11 @@ def test_the_mechanism_uses_it_or_says_why_not(device: torch.device) -> None:
 )
 @pytest.mark.parametrize("numbers", [64, 2**20])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("images", [None, 1, 2], ids=["plain", "shared bias", "bias"])
 def test_tiles_on_the_cpu(
-    tokens: int, keys: int, dtype: torch.dtype, numbers: int, masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tokens: int, keys: int, dtype: torch.dtype, numbers: int, masked: bool, images: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Small tiles, over memory full of NaN: single heads and all together, ragged ends."""
     for name, value in {"ROWS": 64, "COLUMNS": 48, "TILE_NUMBERS": numbers}.items():
         monkeypatch.setattr(relu_quadratic_cpu, name, value)
@@ -178,12 +249,15 @@ def test_tiles_on_the_cpu(
     cpu = torch.device("cpu")
     q, k, v = draw(cpu, dtype, 2, 2, tokens, 8), draw(cpu, dtype, 2, 2, keys, 8), draw(cpu, dtype, 2, 2, keys, 12)
     mask = draw(cpu, torch.float32, 2, keys) > -1 if masked else None
+    bias = None if images is None else draw(cpu, dtype, images, 2, tokens, keys, seed=6)
     grad = draw(cpu, dtype, 2, 2, tokens, 12, seed=5)
-    exact = [t.double().requires_grad_() for t in (q, k, v)]
-    truth = reference(*exact, mask)
-    assert error(relu_quadratic_cpu.forward(q, k, v, mask), truth) < LIMITS[dtype]
+    exact = [t.double().requires_grad_() for t in (q, k, v, *([] if bias is None else [bias]))]
+    truth = reference(*exact[:3], mask, *exact[3:])
+    assert error(relu_quadratic_cpu.forward(q, k, v, mask, bias), truth) < LIMITS[dtype]
     found = [torch.full_like(t, float("nan")) for t in (q, k, v)]
-    relu_quadratic_cpu.backward(grad, q, k, v, mask, *found)
+    relu_quadratic_cpu.backward(grad, q, k, v, mask, *found, bias)
+    if bias is not None:
+        found.append(relu_quadratic_cpu.bias_gradient(grad, q, k, v, mask, bias))
     for ours, exactly in zip(found, torch.autograd.grad(truth, exact, grad.double()), strict=True):
         assert error(ours, exactly) < LIMITS[dtype]
 

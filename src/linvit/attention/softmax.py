@@ -61,9 +61,9 @@ class ReluQuadratic(Softmax):
         return torch.relu(self.logits(q, k, call)) / call.keys
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        why = "the kernel has no place for a bias" if call.bias is not None else kernel.why_not(q, k, v)
+        why = kernel.why_not(q, k, v, call.bias)
         if why is None:
-            return kernel.relu_quadratic(q, k, v, call.mask)
+            return kernel.relu_quadratic(q, k, v, call.mask, call.bias)
         if self.impl == "triton":
             raise LinvitError(f"{self.name} cannot run on the Triton kernel: {why}")
-        return kernel.on_cpu(q, k, v, call.mask) if call.bias is None else None
+        return kernel.on_cpu(q, k, v, call.mask, call.bias)

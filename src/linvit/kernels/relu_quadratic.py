@@ -1,8 +1,9 @@
-"""ReLU-quadratic attention, `out = relu(q · kᵀ / √d) · v / keys`, without the N×N matrix: one operator, two homes.
+"""ReLU-quadratic attention, `relu(q · kᵀ / √d + bias) · v / keys`, without the N×N matrix: one operator, two homes.
 
 On a GPU it is Triton's (relu_quadratic_triton.py), on the CPU plain PyTorch over tiles (relu_quadratic_cpu.py). Both
 recompute the scores in the backward pass, so memory is linear in the tokens. Sums are in float32, in fixed order: the
-same inputs give the same bits. Registered as linvit::relu_quadratic; plain eager calls leave the dispatcher out.
+same inputs give the same bits. A bias is read tile by tile, in the shape it has: `(1, heads, N, N)` is shared by all
+images. Registered as linvit::relu_quadratic; plain eager calls leave the dispatcher out.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from linvit.kernels.linear import packed_source, plain
 from linvit.kernels.linear_launch import rows_like, unpack
 
 WIDEST = 256  # channels of a head that fit a program's registers
+FARTHEST = 2**23  # numbers between rows of a bias, of which a tile has up to 128
 FEW = 64  # tokens up to which the CPU does better without tiles
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def why_not(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> str | None:
     """Why the Triton kernels cannot serve these tensors, or None where they can."""
     why = unserved(q, k, v)
     if why is not None:
@@ -33,15 +35,22 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"heads of {max(q.shape[3], v.shape[3])} channels are wider than {WIDEST}"
     if 0 in (*q.shape, *v.shape):
         return "there is nothing to attend to in an empty tensor"
+    if bias is not None and bias.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the bias is {str(bias.dtype).removeprefix('torch.')}"
+    if bias is not None and max(bias.stride()[-2:]) > FARTHEST:
+        return "rows of the bias lie too far apart"
     return None
 
 
-def on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor | None:
+def on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor | None:
     """The attention on the CPU: over tiles, but not with so few tokens, as in windows, that calls take longer than
     products. None elsewhere, and for exporters, which are given the formula as it is written."""
     if q.device.type != "cpu" or not q.dtype == k.dtype == v.dtype or torch.compiler.is_exporting():
         return None
-    if max(q.shape[2], k.shape[2]) > FEW or q.dtype in relu_quadratic_cpu.HALF or mask is not None:
+    few = max(q.shape[2], k.shape[2]) <= FEW
+    if bias is not None:
+        return None if few else relu_quadratic(q, k, v, mask, bias)
+    if not few or q.dtype in relu_quadratic_cpu.HALF or mask is not None:
         return relu_quadratic(q, k, v, mask)
     return ((q @ k.mT).relu_() @ v).mul_(q.shape[3] ** -0.5 / k.shape[2])
 
@@ -50,68 +59,84 @@ def home(q: Tensor) -> ModuleType:
     return relu_quadratic_launch if q.device.type != "cpu" or interpreted() else relu_quadratic_cpu
 
 
-def relu_quadratic(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def relu_quadratic(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """`(batch, heads, queries, value_dim)` from q, k, v in any strides; a view of (batch, queries, heads, value_dim).
 
-    `mask`, boolean (batch, keys), is true for the keys that take part. Views of one packed projection get their
-    gradients in one packed tensor.
+    `mask`, boolean (batch, keys), is true for the keys that take part. `bias` is anything that (batch, heads, queries,
+    keys) can be made of by repeating. Views of one packed projection get their gradients in one packed tensor.
     """
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.ndim)]
     if not plain(q):
-        return torch.ops.linvit.relu_quadratic.default(q, k, v, mask)
-    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return home(q).forward(q, k, v, mask)
+        return torch.ops.linvit.relu_quadratic.default(q, k, v, mask, bias)
+    learned = (q, k, v) if bias is None else (q, k, v, bias)
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)):
+        return home(q).forward(q, k, v, mask, bias)
     qkv = packed_source(q, k, v)
-    return _Separate.apply(q, k, v, mask) if qkv is None else _Packed.apply(qkv, (q, k, v), mask)
+    return _Separate.apply(q, k, v, mask, bias) if qkv is None else _Packed.apply(qkv, (q, k, v), mask, bias)
 
 
 class _Separate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        ctx.save_for_backward(q, k, v, mask)
-        return home(q).forward(q, k, v, mask)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, k, v, mask, bias)
+        return home(q).forward(q, k, v, mask, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(grad, *ctx.saved_tensors), None
+        q, k, v, mask, bias = ctx.saved_tensors
+        dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
+        home(q).backward(grad, q, k, v, mask, dq, dk, dv, bias)
+        d_bias = home(q).bias_gradient(grad, q, k, v, mask, bias) if ctx.needs_input_grad[4] else None
+        return dq, dk, dv, None, d_bias
 
 
 class _Packed(torch.autograd.Function):
     """`qkv` is packed in any shape; `views` are its q, k and v."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, views: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        ctx.save_for_backward(qkv, mask)
+    def forward(
+        ctx: Any, qkv: Tensor, views: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(qkv, mask, bias)
         ctx.shape = views[0].shape
-        return home(qkv).forward(*views, mask)
+        return home(qkv).forward(*views, mask, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, mask = ctx.saved_tensors
+        qkv, mask, bias = ctx.saved_tensors
         batch, heads, tokens, dim = ctx.shape
         whole = qkv.view(batch, tokens, 3, heads, dim)
-        d_qkv = torch.empty_like(whole)
-        home(qkv).backward(grad, *unpack(whole), mask, *unpack(d_qkv))
-        return d_qkv.view(qkv.shape), None, None
+        d_qkv, views = torch.empty_like(whole), unpack(whole)
+        home(qkv).backward(grad, *views, mask, *unpack(d_qkv), bias)
+        d_bias = home(qkv).bias_gradient(grad, *views, mask, bias) if ctx.needs_input_grad[3] else None
+        return d_qkv.view(qkv.shape), None, None, d_bias
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    return home(q).forward(q, k, v, mask)
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    return home(q).forward(q, k, v, mask, bias)
 
 
-def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, learned: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
-    home(q).backward(grad, q, k, v, mask, dq, dk, dv)
-    return dq, dk, dv
+    home(q).backward(grad, q, k, v, mask, dq, dk, dv, bias)
+    d_bias = q.new_empty(0) if bias is None or not learned else home(q).bias_gradient(grad, q, k, v, mask, bias)
+    return dq, dk, dv, d_bias
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
     return rows_like(v, q.shape[2])
 
 
-def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return rows_like(q), rows_like(k), rows_like(v)
+def _fake_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, learned: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_bias = q.new_empty(0) if bias is None or not learned else bias.new_empty(bias.shape)
+    return rows_like(q), rows_like(k), rows_like(v), d_bias
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -119,13 +144,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *torch.ops.linvit.relu_quadratic_backward.default(grad, *ctx.saved_tensors), None
+    learned = ctx.needs_input_grad[4]
+    *found, d_bias = torch.ops.linvit.relu_quadratic_backward.default(grad, *ctx.saved_tensors, learned)
+    return *found, None, d_bias if learned else None
 
 
 library = torch.library.Library("linvit", "FRAGMENT")
-library.define("relu_quadratic(Tensor q, Tensor k, Tensor v, Tensor? mask) -> Tensor")
+library.define("relu_quadratic(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias) -> Tensor")
 library.define(
-    "relu_quadratic_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask) -> (Tensor, Tensor, Tensor)"
+    "relu_quadratic_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, bool learned) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 for device in ("CPU", "CUDA"):
     library.impl("relu_quadratic", _forward, device)

@@ -65,54 +65,101 @@ def tiles(q: Tensor, k: Tensor, buffers: int) -> Iterator[tuple[slice, slice, sl
                 yield h, m, n, list(whole[:, : h.stop - h.start, : m.stop - m.start, : n.stop - n.start])
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def bias_of(bias: Tensor | None, number: int, q: Tensor, k: Tensor) -> Tensor | None:
+    """`(heads, queries, keys)` of one image, in the scores' type, repeated where it is shared."""
+    if bias is None:
+        return None
+    return bias[number if len(bias) > 1 else 0].to(q.dtype).expand(len(q), q.shape[1], k.shape[1])
+
+
+def scores(q: Tensor, k: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """What the ReLU is taken of, up to the factor 1/√d where there is no bias."""
+    if bias is None:
+        return torch.bmm(q, k.mT, out=out)
+    return torch.baddbmm(bias, q, k.mT, alpha=q.shape[-1] ** -0.5, out=out)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
     out = rows_like(v, q.shape[2])
     for number in range(len(q)):
         queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
-        result, alpha = target(out, number), factor(k, number, mask)
+        result, alpha = target(out, number), weight_factor(k, number, mask, bias)
+        added = bias_of(bias, number, queries, keys)
         if one_tile(queries, keys):
-            result.baddbmm_(torch.bmm(queries, keys.mT).relu_(), values, beta=0, alpha=alpha)
+            weight = scores(queries, keys, added, queries.new_empty(len(queries), queries.shape[1], keys.shape[1]))
+            result.baddbmm_(weight.relu_(), values, beta=0, alpha=alpha)
         else:
             for h, m, n, (weight,) in tiles(queries, keys, 1):
-                torch.bmm(queries[h, m], keys[h, n].mT, out=weight).relu_()
+                scores(queries[h, m], keys[h, n], None if added is None else added[h, m, n], weight).relu_()
                 result[h, m].baddbmm_(weight, values[h, n], beta=float(n.start > 0), alpha=alpha)
         finish(out, number, result)
     return out
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
-) -> None:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
     for number in range(len(q)):
         queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
-        g, alpha = image(grad, number), factor(k, number, mask)
+        g, alphas = image(grad, number), (factor(k, number, mask), weight_factor(k, number, mask, bias))
+        added = bias_of(bias, number, queries, keys)
         d_queries, d_keys, d_values = (target(d, number) for d in (dq, dk, dv))
         if one_tile(queries, keys):
             weight, d_weight = queries.new_empty(2, len(queries), queries.shape[1], keys.shape[1])
-            add_gradients(queries, keys, values, g, d_queries, d_keys, d_values, weight, d_weight, 0, 0, alpha)
+            outputs = (d_queries, d_keys, d_values)
+            add_gradients(queries, keys, values, g, added, *outputs, weight, d_weight, 0, 0, *alphas)
         else:
             for h, m, n, (weight, d_weight) in tiles(queries, keys, 2):
-                inputs = (queries[h, m], keys[h, n], values[h, n], g[h, m])
+                inputs = (queries[h, m], keys[h, n], values[h, n], g[h, m], None if added is None else added[h, m, n])
                 outputs = (d_queries[h, m], d_keys[h, n], d_values[h, n])
-                add_gradients(*inputs, *outputs, weight, d_weight, int(n.start > 0), int(m.start > 0), alpha)
+                add_gradients(*inputs, *outputs, weight, d_weight, int(n.start > 0), int(m.start > 0), *alphas)
+        if mask is not None and bias is not None:  # a bias gives weight to keys that are masked out
+            d_values.masked_fill_(~mask[number][:, None], 0)
         for whole, result in ((dq, d_queries), (dk, d_keys), (dv, d_values)):
             finish(whole, number, result)
 
 
 def add_gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor, d_weight: Tensor,
-    onward: int, again: int, alpha: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor,
+    d_weight: Tensor, onward: int, again: int, alpha: float, weight_alpha: float,
 ) -> None:  # fmt: skip
     """One tile's share of the gradients: the first one of its rows unless `onward`, of its columns unless `again`."""
-    torch.bmm(q, k.mT, out=weight).relu_()
-    dv.baddbmm_(weight.mT, g, beta=again, alpha=alpha)
+    scores(q, k, bias, weight).relu_()
+    dv.baddbmm_(weight.mT, g, beta=again, alpha=weight_alpha)
     torch.bmm(g, v.mT, out=d_weight)
     torch.ops.aten.threshold_backward.grad_input(d_weight, weight, 0, grad_input=d_weight)
     dk.baddbmm_(d_weight.mT, q, beta=again, alpha=alpha)
     dq.baddbmm_(d_weight, k, beta=onward, alpha=alpha)
 
 
+def bias_gradient(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor) -> Tensor:
+    """The gradient of a bias, of its own shape; images that share it are added up."""
+    (_, heads, queries_, _), keys_ = q.shape, k.shape[2]
+    kind = torch.float32 if q.dtype in HALF else q.dtype
+    total = torch.zeros((len(bias), heads, queries_, keys_), dtype=kind)
+    for number in range(len(q)):
+        queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
+        g, alpha, added = (
+            image(grad, number),
+            weight_factor(k, number, mask, bias),
+            bias_of(bias, number, queries, keys),
+        )
+        assert added is not None
+        for h, m, n, (weight, d_weight) in tiles(queries, keys, 2):
+            scores(queries[h, m], keys[h, n], added[h, m, n], weight)
+            torch.bmm(g[h, m], values[h, n].mT, out=d_weight)
+            torch.ops.aten.threshold_backward.grad_input(d_weight, weight, 0, grad_input=d_weight)
+            total[number if len(bias) > 1 else 0, h, m, n].add_(d_weight, alpha=alpha)
+    return total.sum_to_size(bias.shape).to(bias.dtype)
+
+
 def factor(k: Tensor, number: int, mask: Tensor | None) -> float:
     """1 / (√d · keys that take part)."""
     keys = k.shape[2] if mask is None else max(1, int(mask[number].sum()))
     return float(k.shape[-1] ** -0.5 / keys)
+
+
+def weight_factor(k: Tensor, number: int, mask: Tensor | None, bias: Tensor | None) -> float:
+    """The same for what weighs values: with a bias, scores have their 1/√d before the ReLU."""
+    return factor(k, number, mask) * (1.0 if bias is None else k.shape[-1] ** 0.5)

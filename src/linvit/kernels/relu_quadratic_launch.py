@@ -14,6 +14,7 @@ from linvit.kernels.linear_launch import Launch, empty_rows, processors
 from linvit.kernels.linear_plan import power_of_two
 
 MANY = 2048  # tokens from which the wider of two good blocks wins; below, less is lost at the ragged end
+WAVES = 4  # programs for each processor that are enough to keep it busy
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Tiles:
 
 @lru_cache(maxsize=4096)
 def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tiles:
-    """The rule for block sizes; `few` is for calls whose larger blocks would not fill the chip.
+    """The rule for block sizes; `few` is for calls whose larger blocks would not fill the chip, or lack registers.
 
     Measured on an H200 in bfloat16. What counts is that accumulators stay in registers: 64 rows to a warpgroup.
     """
@@ -36,6 +37,8 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
         return Tiles(64, 32, 4, 2) if width <= 64 else Tiles(32, 32, 4, 1)
     if width > 128:
         return Tiles(64, 32, 4, 2) if which != "keys" else Tiles(64, 32, 8, 2)
+    if which == "bias":
+        return Tiles(64, 64, 4, 2)
     if width > 64:
         wide = {"forward": Tiles(64, 64, 4, 3), "keys": Tiles(64, 32, 4, 3), "queries": Tiles(128, 32, 8, 3)}
         return wide[which]
@@ -49,9 +52,10 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
 @lru_cache(maxsize=4096)
 def prepare(
     which: str, q: torch.Size, v: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-    masked: bool,
+    masked: bool, biased: torch.dtype | None, share: int = 1,
 ) -> Launch:  # fmt: skip
-    """The launch of one kernel, "forward", "keys" or "queries", for these shapes and strides in the kernel's order."""
+    """The launch of one kernel, "forward", "keys", "queries" or "bias", for these shapes and strides in the kernel's
+    order; `biased` is the bias's type, `share` how many images a program of the last one adds up."""
     import triton.language as tl
 
     from linvit.kernels import relu_quadratic_triton as kernels
@@ -59,27 +63,38 @@ def prepare(
     (batch, heads, queries, head_dim), (keys, value_dim) = q, v[2:]
     width, value_width = (max(16, power_of_two(n)) for n in (head_dim, value_dim))
     tokens = keys if which == "keys" else queries
-    few = batch * heads * -(-tokens // 128) < 2 * processors(device)
+    few = biased is not None or batch * heads * -(-tokens // 128) < 2 * processors(device)
     t = tiles(which, max(width, value_width), dtype.itemsize, tokens, few)
     m, n = (t.walk, t.own) if which == "keys" else (t.own, t.walk)
     scale = head_dim**-0.5
     # The power of two below 1/√d, so that scaling is exact; what is left of 1/√d joins the factor at the end.
     prescale = 2.0 ** math.floor(math.log2(scale)) if dtype == torch.float16 else 1.0
-    factor = scale / (1 if masked else keys)
+    # With a bias scores are scaled before the ReLU, so what they weigh is not scaled after it.
+    mean = 1.0 / (1 if masked else keys)
+    weighed = mean if biased else scale * mean / prescale
     numbers: tuple[Any, ...] = (heads, queries, keys)
-    numbers += {"forward": (prescale, factor / prescale), "keys": (prescale, factor), "queries": (factor,)}[which]
+    numbers += {
+        "forward": (prescale, scale / prescale, weighed),
+        "keys": (prescale, scale / prescale, scale * mean, weighed),
+        "queries": (scale, scale * mean),
+        "bias": (batch, share, scale, mean),
+    }[which]
     kinds = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     kind = tl.float32 if device.type == "cpu" else kinds[dtype]  # the interpreter cannot multiply bfloat16
     constants: tuple[Any, ...] = (head_dim, value_dim, width, value_width, m, n, kind)
     constants += ("tf32x3" if dtype == torch.float32 else "tf32",)
-    if which != "queries":
+    if which in ("forward", "keys"):
         constants += (prescale != 1,)
     kernel = {
         "forward": kernels.forward_kernel,
         "keys": kernels.key_gradient_kernel,
         "queries": kernels.query_gradient_kernel,
+        "bias": kernels.bias_gradient_kernel,
     }[which]
-    grid = (batch * heads * -(-tokens // t.own), 1, 1)
+    programs = batch * heads * -(-tokens // t.own)
+    if which == "bias":
+        programs = -(-batch // share) * heads * -(-queries // m) * -(-keys // n)
+    grid = (programs, 1, 1)
     return Launch(kernel, grid, (*strides, *numbers, *constants), num_warps=t.warps, num_stages=t.stages)
 
 
@@ -88,29 +103,52 @@ def inverse_of(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else 1 / mask.sum(-1).clamp_min(1).float()
 
 
-def mask_strides(mask: Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if mask is None else mask.stride()
+def extras(mask: Tensor | None, bias: Tensor | None) -> tuple[int, ...]:
+    """Strides of what need not be there; a dimension that a bias shares has none."""
+    strides = (0, 0) if mask is None else mask.stride()
+    if bias is None:
+        return (*strides, 0, 0, 0, 0)
+    return *strides, *(stride if size > 1 else 0 for stride, size in zip(bias.stride(), bias.shape, strict=True))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """The output as a view of `(batch, queries, heads, value_dim)`, which is what the output projection reads."""
     batch, heads, queries, _ = q.shape
     out = empty_rows(batch, heads, queries, v.shape[3], v)
-    strides = q.stride() + k.stride() + v.stride() + out.stride()[:3] + mask_strides(mask)
-    launch = prepare("forward", q.shape, v.shape, strides, q.dtype, q.device, mask is not None)
-    launch(q, k, v, out, mask, inverse_of(mask))
+    strides = q.stride() + k.stride() + v.stride() + out.stride()[:3] + extras(mask, bias)
+    kind = None if bias is None else bias.dtype
+    launch = prepare("forward", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, kind)
+    launch(q, k, v, out, mask, inverse_of(mask), bias)
     return out
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
-) -> None:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes dq, dk and dv, whose last dimension is dense."""
     inputs = q.stride() + k.stride() + v.stride() + grad.stride()
-    inverse = inverse_of(mask)
-    strides = inputs + dk.stride()[:3] + dv.stride()[:3] + mask_strides(mask)
-    launch = prepare("keys", q.shape, v.shape, strides, q.dtype, q.device, mask is not None)
-    launch(q, k, v, grad, dk, dv, mask, inverse)
-    strides = inputs + dq.stride()[:3] + mask_strides(mask)
-    launch = prepare("queries", q.shape, v.shape, strides, q.dtype, q.device, mask is not None)
-    launch(q, k, v, grad, dq, mask, inverse)
+    inverse, kind = inverse_of(mask), None if bias is None else bias.dtype
+    strides = inputs + dk.stride()[:3] + dv.stride()[:3] + extras(mask, bias)
+    launch = prepare("keys", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, kind)
+    launch(q, k, v, grad, dk, dv, mask, inverse, bias)
+    strides = inputs + dq.stride()[:3] + extras(mask, bias)
+    launch = prepare("queries", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, kind)
+    launch(q, k, v, grad, dq, mask, inverse, bias)
+
+
+def share_of(images: int, tiles: int, processors: int) -> int:
+    """How many images a program adds up: the most that leaves programs enough. Each share takes memory for its sum."""
+    return -(-images // min(images, -(-WAVES * processors // tiles)))
+
+
+def bias_gradient(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor) -> Tensor:
+    """The gradient of a bias, of its own shape. Where images share it, programs add up some of them each, so that there
+    are programs enough, and the sums are added in the end."""
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    share = 1 if len(bias) > 1 else share_of(batch, heads * -(-queries // 64) * -(-keys // 64), processors(q.device))
+    strides = q.stride() + k.stride() + v.stride() + grad.stride() + extras(None, bias)[2:] + extras(mask, None)[:2]
+    launch = prepare("bias", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, bias.dtype, share)
+    parts = torch.empty((-(-batch // share), heads, queries, keys), dtype=torch.float32, device=q.device)
+    launch(q, k, v, grad, bias, mask, inverse_of(mask), parts)
+    return parts.sum_to_size(bias.shape).to(bias.dtype)

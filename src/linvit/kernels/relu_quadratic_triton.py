@@ -1,11 +1,12 @@
-"""Triton code of ReLU-quadratic attention: `out = factor · relu(q · kᵀ) · v`, and its gradients, tile by tile.
+"""Triton code of ReLU-quadratic attention: `out = factor · relu(q · kᵀ + bias) · v`, and its gradients, tile by tile.
 
 It is flash attention with the softmax taken out: no row maximum, no row sum, no exponential, nothing to rescale and
 nothing to save for the backward pass. A tile of q · kᵀ exists in registers only.
 
 Zeros need no bookkeeping here: a key or query that is not there, or is masked, is loaded as zero, its products are
 zero, and relu(0) and its gradient are zero too. So tails and masks cost a predicate on a load, and the factor and √d
-wait until the end. In float16 one operand is scaled by a power of two (exactly) to keep q · kᵀ inside its range.
+wait until the end. In float16 one operand is scaled by a power of two (exactly) to keep q · kᵀ inside its range. A
+bias changes two of these: it is added to scores that are scaled already, and where nothing is, it is loaded as zero.
 """
 # mypy: allow-untyped-defs
 
@@ -56,19 +57,36 @@ def load(pointers, ok, PLAIN: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def step(k_in, v_in, q_tile, total, ok_k, ok_v, PLAIN_K: tl.constexpr, PLAIN_V: tl.constexpr, KIND: tl.constexpr,
-         PRECISION: tl.constexpr):  # fmt: skip
+def corner_of(bias, batch, head, start, bias_b, bias_h, bias_n):
+    """Where a bias's tiles begin. One pointer goes along and not one for each number: registers are short."""
+    if bias is not None:
+        bias += batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h + start.to(tl.int64) * bias_n
+    return bias
+
+
+@triton.jit
+def biased(scores, bias_in, ok, sharp, down, right):
+    """Scaled scores with their bias, its rows `down` apart and columns `right`; without one, scores as they are."""
+    if bias_in is not None:
+        row, column = tl.arange(0, scores.shape[0])[:, None] * down, tl.arange(0, scores.shape[1])[None, :] * right
+        scores = scores * sharp + tl.load(bias_in + (row + column), mask=ok, other=0.0).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def step(k_in, v_in, bias_in, q_tile, total, ok_k, ok_v, ok_bias, sharp, down, right, PLAIN_K: tl.constexpr,
+         PLAIN_V: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """What one tile of keys adds to the output."""
     k_tile = load(k_in, ok_k, PLAIN_K, KIND)
     v_tile = load(v_in, ok_v, PLAIN_V, KIND)
-    weight = relu(tl.dot(q_tile, k_tile, input_precision=PRECISION)).to(KIND)
-    return tl.dot(weight, v_tile, total, input_precision=PRECISION)
+    scores = biased(tl.dot(q_tile, k_tile, input_precision=PRECISION), bias_in, ok_bias, sharp, down, right)
+    return tl.dot(relu(scores).to(KIND), v_tile, total, input_precision=PRECISION)
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, mask, inverse, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n,
-    mask_b, mask_n, heads, queries, keys, prescale, factor,
+    q, k, v, out, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n,
+    mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, heads, queries, keys, prescale, sharp, factor,
     D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, PRESCALE: tl.constexpr,
 ):  # fmt: skip
@@ -82,27 +100,39 @@ def forward_kernel(
         q_tile = (q_tile * prescale).to(KIND)
     k_in = columns_of(k, batch, head, k_b, k_h, k_n, k_d, N, DW)
     v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
+    bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m)
     total = tl.zeros([M, VW], tl.float32)
     if mask is None:
         whole = keys // N * N
         for _ in tl.range(0, whole, N):
             total = step(
-                k_in, v_in, q_tile, total, channel[:, None], value[None, :], D == DW, VD == VW, KIND, PRECISION
-            )
+                k_in, v_in, bias_in, q_tile, total, channel[:, None], value[None, :], rows, sharp, bias_m, bias_n,
+                D == DW, VD == VW, KIND, PRECISION,
+            )  # fmt: skip
             k_in += N * k_n
             v_in += N * v_n
+            if bias is not None:
+                bias_in += N * bias_n
         if whole < keys:
             keep = whole + tl.arange(0, N) < keys
-            ok_k, ok_v = keep[None, :] & channel[:, None], keep[:, None] & value[None, :]
-            total = step(k_in, v_in, q_tile, total, ok_k, ok_v, False, False, KIND, PRECISION)
+            ok_k, ok_v, ok_bias = keep[None, :] & channel[:, None], keep[:, None] & value[None, :], rows & keep[None, :]
+            total = step(
+                k_in, v_in, bias_in, q_tile, total, ok_k, ok_v, ok_bias, sharp, bias_m, bias_n, False, False, KIND,
+                PRECISION,
+            )  # fmt: skip
     else:
         mask += batch.to(tl.int64) * mask_b
         for start in tl.range(0, keys, N):
             keep = kept(mask, start, keys, mask_n, N)
-            ok_k, ok_v = keep[None, :] & channel[:, None], keep[:, None] & value[None, :]
-            total = step(k_in, v_in, q_tile, total, ok_k, ok_v, False, False, KIND, PRECISION)
+            ok_k, ok_v, ok_bias = keep[None, :] & channel[:, None], keep[:, None] & value[None, :], rows & keep[None, :]
+            total = step(
+                k_in, v_in, bias_in, q_tile, total, ok_k, ok_v, ok_bias, sharp, bias_m, bias_n, False, False, KIND,
+                PRECISION,
+            )  # fmt: skip
             k_in += N * k_n
             v_in += N * v_n
+            if bias is not None:
+                bias_in += N * bias_n
     if inverse is not None:
         factor *= tl.load(inverse + batch)
     out_at = rows_of(out, batch, head, block * M, o_b, o_h, o_n, 1, M, VW)
@@ -110,11 +140,13 @@ def forward_kernel(
 
 
 @triton.jit
-def key_step(q_in, g_in, k_tile, v_tile, dk, dv, ok_q, ok_g, PLAIN_Q: tl.constexpr, PLAIN_G: tl.constexpr,
-             KIND: tl.constexpr, PRECISION: tl.constexpr, k_scaled):  # fmt: skip
+def key_step(q_in, g_in, bias_in, k_tile, v_tile, dk, dv, ok_q, ok_g, ok_bias, sharp, down, right,
+             PLAIN_Q: tl.constexpr, PLAIN_G: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+             k_scaled):  # fmt: skip
     """What one tile of queries adds to dk and dv; the scores stand transposed, (keys, queries)."""
     q_tile = load(q_in, ok_q, PLAIN_Q, KIND)
     scores = tl.dot(k_scaled, tl.trans(q_tile), input_precision=PRECISION)
+    scores = biased(scores, bias_in, ok_bias, sharp, down, right)
     g_tile = load(g_in, ok_g, PLAIN_G, KIND)
     dv = tl.dot(relu(scores).to(KIND), g_tile, dv, input_precision=PRECISION)
     d_weight = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
@@ -124,8 +156,9 @@ def key_step(q_in, g_in, k_tile, v_tile, dk, dv, ok_q, ok_g, PLAIN_Q: tl.constex
 
 @triton.jit
 def key_gradient_kernel(
-    q, k, v, g, dk, dv, mask, inverse, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
-    dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, mask_b, mask_n, heads, queries, keys, prescale, factor,
+    q, k, v, g, dk, dv, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n,
+    g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, heads, queries, keys,
+    prescale, sharp, factor, value_factor,
     D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, PRESCALE: tl.constexpr,
 ):  # fmt: skip
@@ -140,36 +173,43 @@ def key_gradient_kernel(
     k_scaled = (k_tile * prescale).to(KIND) if PRESCALE else k_tile
     q_in = rows_of(q, batch, head, tl.zeros([], tl.int32), q_b, q_h, q_n, q_d, M, DW)
     g_in = rows_of(g, batch, head, tl.zeros([], tl.int32), g_b, g_h, g_n, g_d, M, VW)
+    bias_in = corner_of(bias, batch, head, block * N, bias_b, bias_h, bias_n)
     dk_total = tl.zeros([N, DW], tl.float32)
     dv_total = tl.zeros([N, VW], tl.float32)
     whole = queries // M * M
     for _ in tl.range(0, whole, M):
         dk_total, dv_total = key_step(
-            q_in, g_in, k_tile, v_tile, dk_total, dv_total, channel, value, D == DW, VD == VW, KIND, PRECISION, k_scaled
-        )
+            q_in, g_in, bias_in, k_tile, v_tile, dk_total, dv_total, channel, value, keep, sharp, bias_n, bias_m,
+            D == DW, VD == VW, KIND, PRECISION, k_scaled,
+        )  # fmt: skip
         q_in += M * q_n
         g_in += M * g_n
+        if bias is not None:
+            bias_in += M * bias_m
     if whole < queries:
-        rows = (whole + tl.arange(0, M) < queries)[:, None]
+        there = whole + tl.arange(0, M) < queries
+        rows = there[:, None]
         dk_total, dv_total = key_step(
-            q_in, g_in, k_tile, v_tile, dk_total, dv_total, rows & channel, rows & value, False, False, KIND, PRECISION,
-            k_scaled,
+            q_in, g_in, bias_in, k_tile, v_tile, dk_total, dv_total, rows & channel, rows & value,
+            keep & there[None, :], sharp, bias_n, bias_m, False, False, KIND, PRECISION, k_scaled,
         )  # fmt: skip
     if inverse is not None:
         factor *= tl.load(inverse + batch)
-    there = (block * N + tl.arange(0, N) < keys)[:, None]
+        value_factor *= tl.load(inverse + batch)
+    own = (block * N + tl.arange(0, N) < keys)[:, None]
     dk_at = rows_of(dk, batch, head, block * N, dk_b, dk_h, dk_n, 1, N, DW)
     dv_at = rows_of(dv, batch, head, block * N, dv_b, dv_h, dv_n, 1, N, VW)
-    tl.store(dk_at, (dk_total * factor).to(dk.dtype.element_ty), mask=there & channel)
-    tl.store(dv_at, (dv_total * (factor / prescale)).to(dv.dtype.element_ty), mask=there & value)
+    tl.store(dk_at, (dk_total * factor).to(dk.dtype.element_ty), mask=own & channel)
+    tl.store(dv_at, (dv_total * value_factor).to(dv.dtype.element_ty), mask=own & value)
 
 
 @triton.jit
-def query_step(k_in, v_in, q_tile, g_tile, dq, ok_k, ok_v, PLAIN_K: tl.constexpr, PLAIN_V: tl.constexpr,
-               KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def query_step(k_in, v_in, bias_in, q_tile, g_tile, dq, ok_k, ok_v, ok_bias, sharp, down, right,
+               PLAIN_K: tl.constexpr, PLAIN_V: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """What one tile of keys adds to dq."""
     k_tile = load(k_in, ok_k, PLAIN_K, KIND)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    scores = biased(scores, bias_in, ok_bias, sharp, down, right)
     v_tile = load(v_in, ok_v, PLAIN_V, KIND)
     d_weight = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
     d_scores = tl.where(scores > 0, d_weight, 0.0).to(KIND)
@@ -178,8 +218,8 @@ def query_step(k_in, v_in, q_tile, g_tile, dq, ok_k, ok_v, PLAIN_K: tl.constexpr
 
 @triton.jit
 def query_gradient_kernel(
-    q, k, v, g, dq, mask, inverse, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
-    dq_b, dq_h, dq_n, mask_b, mask_n, heads, queries, keys, factor,
+    q, k, v, g, dq, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
+    dq_b, dq_h, dq_n, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, heads, queries, keys, sharp, factor,
     D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -191,26 +231,78 @@ def query_gradient_kernel(
     g_tile = load(rows_of(g, batch, head, block * M, g_b, g_h, g_n, g_d, M, VW), rows & value, False, KIND)
     k_in = rows_of(k, batch, head, tl.zeros([], tl.int32), k_b, k_h, k_n, k_d, N, DW)
     v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
+    bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m)
     total = tl.zeros([M, DW], tl.float32)
     if mask is None:
         whole = keys // N * N
         for _ in tl.range(0, whole, N):
-            total = query_step(k_in, v_in, q_tile, g_tile, total, channel, value, D == DW, VD == VW, KIND, PRECISION)
+            total = query_step(
+                k_in, v_in, bias_in, q_tile, g_tile, total, channel, value, rows, sharp, bias_m, bias_n, D == DW,
+                VD == VW, KIND, PRECISION,
+            )  # fmt: skip
             k_in += N * k_n
             v_in += N * v_n
+            if bias is not None:
+                bias_in += N * bias_n
         if whole < keys:
-            keep = (whole + tl.arange(0, N) < keys)[:, None]
-            ok_k, ok_v = keep & channel, keep & value
-            total = query_step(k_in, v_in, q_tile, g_tile, total, ok_k, ok_v, False, False, KIND, PRECISION)
+            keep = whole + tl.arange(0, N) < keys
+            ok_k, ok_v, ok_bias = keep[:, None] & channel, keep[:, None] & value, rows & keep[None, :]
+            total = query_step(
+                k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, ok_v, ok_bias, sharp, bias_m, bias_n, False, False,
+                KIND, PRECISION,
+            )  # fmt: skip
     else:
         mask += batch.to(tl.int64) * mask_b
         for start in tl.range(0, keys, N):
-            keep = kept(mask, start, keys, mask_n, N)[:, None]
-            ok_k, ok_v = keep & channel, keep & value
-            total = query_step(k_in, v_in, q_tile, g_tile, total, ok_k, ok_v, False, False, KIND, PRECISION)
+            keep = kept(mask, start, keys, mask_n, N)
+            ok_k, ok_v, ok_bias = keep[:, None] & channel, keep[:, None] & value, rows & keep[None, :]
+            total = query_step(
+                k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, ok_v, ok_bias, sharp, bias_m, bias_n, False, False,
+                KIND, PRECISION,
+            )  # fmt: skip
             k_in += N * k_n
             v_in += N * v_n
+            if bias is not None:
+                bias_in += N * bias_n
     if inverse is not None:
         factor *= tl.load(inverse + batch)
     dq_at = rows_of(dq, batch, head, block * M, dq_b, dq_h, dq_n, 1, M, DW)
     tl.store(dq_at, (total * factor).to(dq.dtype.element_ty), mask=rows & channel)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    q, k, v, g, bias, mask, inverse, out, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n,
+    g_d, bias_b, bias_h, bias_m, bias_n, mask_b, mask_n, heads, queries, keys, images, share, sharp, factor,
+    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The bias's gradient for M queries and N keys of one head, summed over a share of the images."""
+    across = tl.cdiv(keys, N)
+    tile, part, head = place(heads, across * tl.cdiv(queries, M))
+    first, left = tile // across * M, tile % across * N
+    channel, value = (tl.arange(0, DW) < D)[None, :], (tl.arange(0, VW) < VD)[None, :]
+    there = first + tl.arange(0, M) < queries
+    rows = there[:, None]
+    total = tl.zeros([M, N], tl.float32)
+    for number in tl.range(0, tl.minimum(images - part * share, share)):
+        image = part * share + number
+        scale = factor
+        masked = mask
+        if mask is not None:
+            masked = mask + image.to(tl.int64) * mask_b
+            scale *= tl.load(inverse + image)
+        keep = kept(masked, left, keys, mask_n, N)
+        columns = keep[:, None]
+        q_tile = load(rows_of(q, image, head, first, q_b, q_h, q_n, q_d, M, DW), rows & channel, False, KIND)
+        k_tile = load(rows_of(k, image, head, left, k_b, k_h, k_n, k_d, N, DW), columns & channel, False, KIND)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        bias_in = corner_of(bias, image, head, first, bias_b, bias_h, bias_m) + left.to(tl.int64) * bias_n
+        scores = biased(scores, bias_in, rows & keep[None, :], sharp, bias_m, bias_n)
+        g_tile = load(rows_of(g, image, head, first, g_b, g_h, g_n, g_d, M, VW), rows & value, False, KIND)
+        v_tile = load(rows_of(v, image, head, left, v_b, v_h, v_n, v_d, N, VW), columns & value, False, KIND)
+        d_weight = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        total += tl.where(scores > 0, d_weight * scale, 0.0)
+    column = left + tl.arange(0, N)
+    at = (part.to(tl.int64) * heads + head) * queries * keys + (first + tl.arange(0, M)).to(tl.int64)[:, None] * keys
+    tl.store(out + at + column[None, :], total, mask=rows & (column < keys)[None, :])
