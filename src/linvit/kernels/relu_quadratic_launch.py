@@ -38,7 +38,7 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
     if width > 128:
         return Tiles(64, 32, 4, 2) if which != "keys" else Tiles(64, 32, 8, 2)
     if which == "bias":
-        return Tiles(64, 64, 4, 2)
+        return Tiles(64, 32, 4, 2)
     if width > 64:
         wide = {"forward": Tiles(64, 64, 4, 3), "keys": Tiles(64, 32, 4, 3), "queries": Tiles(128, 32, 8, 3)}
         return wide[which]
@@ -146,7 +146,7 @@ def bias_gradient(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | 
     """The gradient of a bias, of its own shape. Where images share it, programs add up some of them each, so that there
     are programs enough, and the sums are added in the end."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    share = 1 if len(bias) > 1 else share_of(batch, heads * -(-queries // 64) * -(-keys // 64), processors(q.device))
+    share = 1 if len(bias) > 1 else share_of(batch, heads * -(-queries // 64) * -(-keys // 32), processors(q.device))
     strides = q.stride() + k.stride() + v.stride() + grad.stride() + extras(None, bias)[2:] + extras(mask, None)[:2]
     launch = prepare("bias", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, bias.dtype, share)
     parts = torch.empty((-(-batch // share), heads, queries, keys), dtype=torch.float32, device=q.device)

@@ -59,9 +59,7 @@ def load(pointers, ok, PLAIN: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def corner_of(bias, batch, head, start, bias_b, bias_h, bias_n):
     """Where a bias's tiles begin. One pointer goes along and not one for each number: registers are short."""
-    if bias is not None:
-        bias += batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h + start.to(tl.int64) * bias_n
-    return bias
+    return bias + (batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h + start.to(tl.int64) * bias_n)
 
 
 @triton.jit
@@ -100,7 +98,9 @@ def forward_kernel(
         q_tile = (q_tile * prescale).to(KIND)
     k_in = columns_of(k, batch, head, k_b, k_h, k_n, k_d, N, DW)
     v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
-    bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m)
+    bias_in = bias
+    if bias is not None:
+        bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m)
     total = tl.zeros([M, VW], tl.float32)
     if mask is None:
         whole = keys // N * N
@@ -173,7 +173,9 @@ def key_gradient_kernel(
     k_scaled = (k_tile * prescale).to(KIND) if PRESCALE else k_tile
     q_in = rows_of(q, batch, head, tl.zeros([], tl.int32), q_b, q_h, q_n, q_d, M, DW)
     g_in = rows_of(g, batch, head, tl.zeros([], tl.int32), g_b, g_h, g_n, g_d, M, VW)
-    bias_in = corner_of(bias, batch, head, block * N, bias_b, bias_h, bias_n)
+    bias_in = bias
+    if bias is not None:
+        bias_in = corner_of(bias, batch, head, block * N, bias_b, bias_h, bias_n)
     dk_total = tl.zeros([N, DW], tl.float32)
     dv_total = tl.zeros([N, VW], tl.float32)
     whole = queries // M * M
@@ -231,7 +233,9 @@ def query_gradient_kernel(
     g_tile = load(rows_of(g, batch, head, block * M, g_b, g_h, g_n, g_d, M, VW), rows & value, False, KIND)
     k_in = rows_of(k, batch, head, tl.zeros([], tl.int32), k_b, k_h, k_n, k_d, N, DW)
     v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
-    bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m)
+    bias_in = bias
+    if bias is not None:
+        bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m)
     total = tl.zeros([M, DW], tl.float32)
     if mask is None:
         whole = keys // N * N
