@@ -50,7 +50,7 @@ def test_op_resumes(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
 
 
 def test_op_with_a_red_check(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "_sdpa", lambda q, k, v, x: speed._merge(v))
+    monkeypatch.setattr(speed, "_sdpa", lambda bias, q, k, v, x: speed._merge(v))
     outcome = linvit("bench", "op", *SMALL, "--tokens", "16", "--compared", "sdpa", "-o", str(tmp_path / "op.json"))
     assert outcome.code == 1
     assert "wrong" in outcome.out and "±" not in outcome.out

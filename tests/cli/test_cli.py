@@ -37,7 +37,7 @@ VERBS = {
     },
     "report": {"stores", "--output", "--md", "--csv", "--json"},
     "bench op": {
-        *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--passes"),
+        *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--bias", "--passes"),
         *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
     },
     "bench model": {

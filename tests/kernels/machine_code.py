@@ -89,10 +89,7 @@ def relu_quadratic(
     bias = meta(dtype, 1, heads, tokens, tokens) if biased else None
     with recorded() as found:
         out = relu_quadratic_launch.forward(q, k, v, None, bias)
-        grad = torch.empty_like(out)
-        relu_quadratic_launch.backward(grad, q, k, v, None, dq, dk, dv, bias)
-        if bias is not None:
-            relu_quadratic_launch.bias_gradient(grad, q, k, v, None, bias)
+        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, None, dq, dk, dv, bias, biased)
     return found
 
 

@@ -255,9 +255,8 @@ def test_tiles_on_the_cpu(
     truth = reference(*exact[:3], mask, *exact[3:])
     assert error(relu_quadratic_cpu.forward(q, k, v, mask, bias), truth) < LIMITS[dtype]
     found = [torch.full_like(t, float("nan")) for t in (q, k, v)]
-    relu_quadratic_cpu.backward(grad, q, k, v, mask, *found, bias)
-    if bias is not None:
-        found.append(relu_quadratic_cpu.bias_gradient(grad, q, k, v, mask, bias))
+    d_bias = relu_quadratic_cpu.backward(grad, q, k, v, mask, *found, bias, bias is not None)
+    found += [] if d_bias is None else [d_bias]
     for ours, exactly in zip(found, torch.autograd.grad(truth, exact, grad.double()), strict=True):
         assert error(ours, exactly) < LIMITS[dtype]
 
@@ -308,6 +307,18 @@ def test_real_sizes(device: torch.device, tokens: int, dim: int, dtype: torch.dt
     with a share p of them the error is √p, however exact the sums are."""
     limit = {torch.float32: 1e-3, torch.bfloat16: 1e-2}.get(dtype)
     check(*(draw(device, dtype, 2, 3, tokens, dim, seed=s) for s in range(3)), limit=limit)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("windows, tokens, dim", [(256, 49, 32), (64, 196, 32), (8, 197, 64), (2, 1025, 64)])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_real_windows(
+    device: torch.device, windows: int, tokens: int, dim: int, shared: bool, dtype: torch.dtype
+) -> None:
+    bias = draw(device, dtype, 1 if shared else windows, 3, tokens, tokens, seed=3)
+    limit = {torch.float32: 1e-3, torch.bfloat16: 1e-2}.get(dtype)
+    check(*(draw(device, dtype, windows, 3, tokens, dim, seed=s) for s in range(3)), bias=bias, limit=limit)
 
 
 @pytest.mark.gpu

@@ -40,6 +40,27 @@ def test_every_row_is_checked_and_timed(mechanism: str) -> None:
         assert row["peak_bytes"] >= (out_bytes if row["pass"] == "forward" else 4 * out_bytes)
 
 
+def test_a_bias_is_measured_with_its_gradient() -> None:
+    shape = replace(SHAPE, bias=True, tokens=81)
+    compared = ("ours", "sdpa", "reference")
+    found = list(speed.sweep("relu_quadratic", [shape], dtype="fp32", device=CPU, compared=compared, budget=0.005))
+    assert len(found) == 6 and all(row["status"] == "ok" and row["bias"] for row in found)
+    build = speed.implementations("relu_quadratic", {}, shape, CPU)
+    inputs = speed.Inputs(shape, torch.float32, CPU, 0)
+    gradients = []
+    for name in ("ours", "reference"):
+        made = build[name]()
+        gradients.append(inputs.call(made.attend, "forward+backward", made.parameters)[2])
+    assert gradients[0].shape == (1, 2, 81, 81)
+    torch.testing.assert_close(*gradients)
+    extra = speed.floor_ms(shape, "forward", "bf16", 1e12) - speed.floor_ms(
+        replace(shape, bias=False), "forward", "bf16", 1e12
+    )
+    assert extra == pytest.approx(2 * 81 * 81 * 2 / 1e9)
+    with pytest.raises(LinvitError, match="stella cannot honour a bias"):
+        list(speed.sweep("stella", [shape], dtype="fp32", device=CPU, compared=("ours",)))
+
+
 @pytest.mark.parametrize("fault", ["output", "gradient", "nan", "crash"])
 def test_a_wrong_implementation_gets_no_speed(fault: str) -> None:
     def faulty(*args: Any) -> dict[str, Callable[[], speed.Implementation]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +38,7 @@ def op(
     heads: Annotated[str, typer.Option(help="Numbers of heads.")] = "6",
     head_dim: Annotated[str, typer.Option(help="Channels per head.")] = "64",
     tokens: Annotated[str, typer.Option(help="Numbers of tokens.")] = "196,784",
+    bias: Annotated[bool, typer.Option("--bias", help="With a learned bias that images share, as in Swin.")] = False,
     passes: Annotated[str, typer.Option(help="forward, forward+backward, or both.")] = "forward,forward+backward",
     compared: Annotated[
         str, typer.Option(help="What to measure, of ours, sdpa, reference and compiled.")
@@ -67,9 +69,9 @@ def op(
         settings = {"mechanism": mechanism, "options": pairs(option, "--option"), "dtype": kind, "layout": "packed"}
         if preset is not None and preset not in speed.PRESETS:
             raise LinvitError(f"unknown preset '{preset}'; known: {', '.join(speed.PRESETS)}")
-        over = (
-            speed.PRESETS[preset] if preset else speed.shapes(*(numbers(t) for t in (batch, heads, head_dim, tokens)))
-        )
+        over = speed.PRESETS[preset] if preset else []
+        over = over or speed.shapes(*(numbers(t) for t in (batch, heads, head_dim, tokens)))
+        over = [replace(shape, bias=bias) for shape in over]
         wanted, which = _words(compared), _words(passes, speed.PASSES)
         result = _measure_op(settings, over, which, wanted, place, budget, output, resume)
     if plot is not None:
@@ -104,7 +106,8 @@ def _measure_op(
     file.data.setdefault("floor_elements", speed.ELEMENTS)
     file.data.setdefault("bandwidth", clock.copy_bandwidth(device))
     done = frozenset(
-        tuple(r[n] for n in ("batch", "heads", "head_dim", "tokens", "implementation", "pass")) for r in file.rows
+        tuple(r[n] for n in ("batch", "heads", "head_dim", "tokens", "bias", "implementation", "pass"))
+        for r in file.rows
     )
     rows = speed.sweep(
         settings["mechanism"],

@@ -87,8 +87,7 @@ class _Separate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, bias = ctx.saved_tensors
         dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
-        home(q).backward(grad, q, k, v, mask, dq, dk, dv, bias)
-        d_bias = home(q).bias_gradient(grad, q, k, v, mask, bias) if ctx.needs_input_grad[4] else None
+        d_bias = home(q).backward(grad, q, k, v, mask, dq, dk, dv, bias, ctx.needs_input_grad[4])
         return dq, dk, dv, None, d_bias
 
 
@@ -109,9 +108,9 @@ class _Packed(torch.autograd.Function):
         qkv, mask, bias = ctx.saved_tensors
         batch, heads, tokens, dim = ctx.shape
         whole = qkv.view(batch, tokens, 3, heads, dim)
-        d_qkv, views = torch.empty_like(whole), unpack(whole)
-        home(qkv).backward(grad, *views, mask, *unpack(d_qkv), bias)
-        d_bias = home(qkv).bias_gradient(grad, *views, mask, bias) if ctx.needs_input_grad[3] else None
+        d_qkv = torch.empty_like(whole)
+        wanted = ctx.needs_input_grad[3]
+        d_bias = home(qkv).backward(grad, *unpack(whole), mask, *unpack(d_qkv), bias, wanted)
         return d_qkv.view(qkv.shape), None, None, d_bias
 
 
@@ -123,9 +122,8 @@ def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
-    home(q).backward(grad, q, k, v, mask, dq, dk, dv, bias)
-    d_bias = q.new_empty(0) if bias is None or not learned else home(q).bias_gradient(grad, q, k, v, mask, bias)
-    return dq, dk, dv, d_bias
+    d_bias = home(q).backward(grad, q, k, v, mask, dq, dk, dv, bias, learned)
+    return dq, dk, dv, q.new_empty(0) if d_bias is None else d_bias
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -98,31 +98,40 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor |
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
-    bias: Tensor | None = None,
-) -> None:  # fmt: skip
+    bias: Tensor | None = None, wanted: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Writes dq, dk and dv, and returns the bias's gradient where that is wanted; images that share it are added up."""
+    d_bias: Tensor | None = None
+    if bias is not None and wanted:
+        kind = torch.float32 if q.dtype in HALF else q.dtype
+        d_bias = torch.zeros((len(bias), *q.shape[1:3], k.shape[2]), dtype=kind)
     for number in range(len(q)):
         queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
         g, alphas = image(grad, number), (factor(k, number, mask), weight_factor(k, number, mask, bias))
         added = bias_of(bias, number, queries, keys)
+        d_added = None if d_bias is None else d_bias[number if len(d_bias) > 1 else 0]
         d_queries, d_keys, d_values = (target(d, number) for d in (dq, dk, dv))
         if one_tile(queries, keys):
             weight, d_weight = queries.new_empty(2, len(queries), queries.shape[1], keys.shape[1])
             outputs = (d_queries, d_keys, d_values)
-            add_gradients(queries, keys, values, g, added, *outputs, weight, d_weight, 0, 0, *alphas)
+            add_gradients(queries, keys, values, g, added, *outputs, d_added, weight, d_weight, 0, 0, *alphas)
         else:
             for h, m, n, (weight, d_weight) in tiles(queries, keys, 2):
-                inputs = (queries[h, m], keys[h, n], values[h, n], g[h, m], None if added is None else added[h, m, n])
+                of_bias, to_bias = (None if part is None else part[h, m, n] for part in (added, d_added))
+                inputs = (queries[h, m], keys[h, n], values[h, n], g[h, m], of_bias)
                 outputs = (d_queries[h, m], d_keys[h, n], d_values[h, n])
-                add_gradients(*inputs, *outputs, weight, d_weight, int(n.start > 0), int(m.start > 0), *alphas)
+                again, onward = int(m.start > 0), int(n.start > 0)
+                add_gradients(*inputs, *outputs, to_bias, weight, d_weight, onward, again, *alphas)
         if mask is not None and bias is not None:  # a bias gives weight to keys that are masked out
             d_values.masked_fill_(~mask[number][:, None], 0)
         for whole, result in ((dq, d_queries), (dk, d_keys), (dv, d_values)):
             finish(whole, number, result)
+    return None if bias is None or d_bias is None else d_bias.sum_to_size(bias.shape).to(bias.dtype)
 
 
 def add_gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor,
-    d_weight: Tensor, onward: int, again: int, alpha: float, weight_alpha: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    d_bias: Tensor | None, weight: Tensor, d_weight: Tensor, onward: int, again: int, alpha: float, weight_alpha: float,
 ) -> None:  # fmt: skip
     """One tile's share of the gradients: the first one of its rows unless `onward`, of its columns unless `again`."""
     scores(q, k, bias, weight).relu_()
@@ -131,27 +140,8 @@ def add_gradients(
     torch.ops.aten.threshold_backward.grad_input(d_weight, weight, 0, grad_input=d_weight)
     dk.baddbmm_(d_weight.mT, q, beta=again, alpha=alpha)
     dq.baddbmm_(d_weight, k, beta=onward, alpha=alpha)
-
-
-def bias_gradient(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor) -> Tensor:
-    """The gradient of a bias, of its own shape; images that share it are added up."""
-    (_, heads, queries_, _), keys_ = q.shape, k.shape[2]
-    kind = torch.float32 if q.dtype in HALF else q.dtype
-    total = torch.zeros((len(bias), heads, queries_, keys_), dtype=kind)
-    for number in range(len(q)):
-        queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
-        g, alpha, added = (
-            image(grad, number),
-            weight_factor(k, number, mask, bias),
-            bias_of(bias, number, queries, keys),
-        )
-        assert added is not None
-        for h, m, n, (weight, d_weight) in tiles(queries, keys, 2):
-            scores(queries[h, m], keys[h, n], added[h, m, n], weight)
-            torch.bmm(g[h, m], values[h, n].mT, out=d_weight)
-            torch.ops.aten.threshold_backward.grad_input(d_weight, weight, 0, grad_input=d_weight)
-            total[number if len(bias) > 1 else 0, h, m, n].add_(d_weight, alpha=alpha)
-    return total.sum_to_size(bias.shape).to(bias.dtype)
+    if d_bias is not None:
+        d_bias.add_(d_weight, alpha=weight_alpha)
 
 
 def factor(k: Tensor, number: int, mask: Tensor | None) -> float:

@@ -124,9 +124,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor |
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
-    bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Writes dq, dk and dv, whose last dimension is dense."""
+    bias: Tensor | None = None, wanted: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Writes dq, dk and dv, whose last dimension is dense, and returns the bias's gradient where that is wanted."""
     inputs = q.stride() + k.stride() + v.stride() + grad.stride()
     inverse, kind = inverse_of(mask), None if bias is None else bias.dtype
     strides = inputs + dk.stride()[:3] + dv.stride()[:3] + extras(mask, bias)
@@ -135,6 +135,7 @@ def backward(
     strides = inputs + dq.stride()[:3] + extras(mask, bias)
     launch = prepare("queries", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, kind)
     launch(q, k, v, grad, dq, mask, inverse, bias)
+    return bias_gradient(grad, q, k, v, mask, bias) if bias is not None and wanted else None
 
 
 def share_of(images: int, tiles: int, processors: int) -> int:

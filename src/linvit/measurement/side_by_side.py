@@ -13,7 +13,7 @@ def compare_op(result: dict[str, Any]) -> list[dict[str, Any]]:
     """For each shape and pass: the floor, our time over it, and how many times faster we are than each other."""
     groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
-        where = (row["batch"], row["heads"], row["head_dim"], row["tokens"], row["pass"])
+        where = (row["batch"], row["heads"], row["head_dim"], row["tokens"], row.get("bias", False), row["pass"])
         groups.setdefault(where, {})[row["implementation"]] = row
     lines = []
     for (*sizes, which), rows in groups.items():

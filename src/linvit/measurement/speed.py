@@ -6,7 +6,8 @@ projection reads, because that is what a model pays for; so is the gradient, whi
 
 The floor counts each byte once, for E = batch · heads · tokens · head_dim elements: forward reads q, k and v and writes
 the output, 4E. Forward and backward together, 11E: backward reads q, k, v and the output's gradient and writes three
-gradients, and nothing of the forward can still be in the cache by then.
+gradients, and nothing of the forward can still be in the cache by then. A bias, `(1, heads, tokens, tokens)` and
+learned as in Swin, is read in both and its gradient written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Mechanism, TokenGrid, create_attention
@@ -28,6 +29,7 @@ from linvit.measurement import clock
 
 PASSES = ("forward", "forward+backward")
 ELEMENTS = {"forward": 4, "forward+backward": 11}
+BIASES = {"forward": 1, "forward+backward": 3}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Relative RMS against float64 of the same rounded inputs: output, gradient.
 TOLERANCES = {"bf16": (5e-3, 1e-2), "fp16": (5e-3, 1e-2), "fp32": (1e-3, 1e-3)}
@@ -43,6 +45,7 @@ class OpShape:
     heads: int
     head_dim: int
     tokens: int
+    bias: bool = False
 
     @property
     def elements(self) -> int:
@@ -55,7 +58,7 @@ class OpShape:
         return TokenGrid(height, self.tokens // height)
 
     def __str__(self) -> str:
-        return f"{self.batch}, {self.heads}, {self.head_dim}, {self.tokens}"
+        return f"{self.batch}, {self.heads}, {self.head_dim}, {self.tokens}{', bias' if self.bias else ''}"
 
 
 def shapes(batch: list[int], heads: list[int], head_dim: list[int], tokens: list[int]) -> list[OpShape]:
@@ -73,7 +76,10 @@ PRESETS: dict[str, list[OpShape]] = {
 
 def floor_ms(shape: OpShape, which: str, dtype: str, bandwidth: float) -> float:
     """The least time the fewest bytes take at the bandwidth measured in the same run."""
-    return ELEMENTS[which] * shape.elements * DTYPES[dtype].itemsize / bandwidth * 1e3
+    numbers = ELEMENTS[which] * shape.elements
+    if shape.bias:
+        numbers += BIASES[which] * shape.heads * shape.tokens**2
+    return numbers * DTYPES[dtype].itemsize / bandwidth * 1e3
 
 
 @dataclass(frozen=True)
@@ -96,38 +102,50 @@ def implementations(
     truth = create_attention(mechanism, **sizes, **options, impl="reference").to(device).double()
     for twin in (plain, truth):
         twin.load_state_dict(ours.state_dict())
-    exact = partial(_attend, truth, shape.grid)
+    bias: Tensor | None = None
+    learned: tuple[Tensor, ...] = ()
+    if shape.bias:
+        if not ours.capabilities.bias:
+            raise LinvitError(f"{mechanism} cannot honour a bias on the logits")
+        bias = nn.Parameter(torch.randn(1, shape.heads, shape.tokens, shape.tokens, device=device))
+        learned = (bias,)
+    exact = partial(_attend, truth, shape.grid, bias)
 
     def build(module: Mechanism) -> Implementation:
-        return Implementation(partial(_attend, module, shape.grid), exact, tuple(module.parameters()))
+        return Implementation(partial(_attend, module, shape.grid, bias), exact, (*module.parameters(), *learned))
 
     def compiled() -> Implementation:
         torch._dynamo.reset()
-        attend = torch.compile(partial(_attend, plain, shape.grid), dynamic=False)
-        return Implementation(attend, exact, tuple(plain.parameters()))
+        attend = torch.compile(partial(_attend, plain, shape.grid, bias), dynamic=False)
+        return Implementation(attend, exact, (*plain.parameters(), *learned))
 
     return {
         "ours": lambda: build(ours),
-        "sdpa": lambda: Implementation(_sdpa, _softmax),
+        "sdpa": lambda: Implementation(partial(_sdpa, bias), partial(_softmax, bias), learned),
         "reference": lambda: build(plain),
         "compiled": compiled,
     }
 
 
-def _attend(mechanism: Mechanism, grid: TokenGrid, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
-    return _merge(mechanism(q, k, v, grid, x=x if mechanism.capabilities.input else None))
+def _attend(
+    mechanism: Mechanism, grid: TokenGrid, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor
+) -> Tensor:
+    return _merge(mechanism(q, k, v, grid, bias=bias, x=x if mechanism.capabilities.input else None))
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
-    return _merge(F.scaled_dot_product_attention(q, k, v))
+def _sdpa(bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    mask = None if bias is None else bias.to(q.dtype)
+    return _merge(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+def _softmax(bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     """Written out, one head at a time: the N×N matrix of one head in float64 is enough."""
-    heads = [
-        (q[:, h] @ k[:, h].transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v[:, h] for h in range(q.shape[1])
-    ]
-    return _merge(torch.stack(heads, 1))
+
+    def head(h: int) -> Tensor:
+        logits = q[:, h] @ k[:, h].transpose(-2, -1) * q.shape[-1] ** -0.5
+        return (logits if bias is None else logits + bias[:, h]).softmax(-1) @ v[:, h]
+
+    return _merge(torch.stack([head(h) for h in range(q.shape[1])], 1))
 
 
 def _merge(out: Tensor) -> Tensor:
@@ -277,7 +295,7 @@ def sweep(
 
 
 def key(shape: OpShape, implementation: str, which: str) -> tuple[Any, ...]:
-    return (shape.batch, shape.heads, shape.head_dim, shape.tokens, implementation, which)
+    return (*asdict(shape).values(), implementation, which)
 
 
 def time_of(row: dict[str, Any]) -> float | None:
