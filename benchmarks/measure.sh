@@ -21,6 +21,7 @@ bench() { # result, then the command; a result that is there is left alone
 deit=(model deit_small_patch16_224 --to stella)
 corners=(op -m stella --heads 3,12 --head-dim 16,64 --tokens 784,3136,12544)
 quadratic=(op -m relu_quadratic --batch 64 --heads 6 --head-dim 64 --tokens 784,1024,3136,12544)
+windows=(op -m relu_quadratic --bias --batch 1024 --heads 3 --head-dim 32 --tokens 49,196)
 mobile=(op -m mobile --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136)
 
 if [ "$warm" ]; then
@@ -38,6 +39,7 @@ if [ "$warm" ]; then
     bench op op -m stella --batch 1,8,64 --heads 3,6,12 --head-dim $dim --tokens 196,256,784,1024,4096,12544 --compared ours
   done
   bench op "${quadratic[@]}" --compared ours
+  bench op "${windows[@]}" --compared ours
   bench op "${mobile[@]}" --compared ours
   wait
   exit
@@ -57,5 +59,6 @@ if [ "$images" ]; then
 fi
 bench op-stella-host op -m stella --batch 1 --heads 3 --head-dim 16,64 --tokens 196 --compared ours,sdpa --budget 0.8
 bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budget 0.04
+bench op-relu_quadratic-bias "${windows[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
 bench model-deit_small-stella-eager "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes eager --budget 0.2
