@@ -135,3 +135,15 @@ def test_a_committed_model_result_is_shown_without_naming_the_model(linvit: Call
     assert outcome.code == 0 and "deit_small_patch16_224 to stella in bf16 on NVIDIA H200" in outcome.out
     nameless = linvit("bench", "model")
     assert nameless.code == 2 and "give a timm model" in nameless.err
+
+
+def test_what_a_conversion_gives_up_and_the_models_arguments(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    asked = ["swin_tiny_patch4_window7_224", "--to", "stella", "--resolution", "32", "--batch", "1", "--modes", "eager"]
+    asked += ["--model-arg=embed_dim=12", "--model-arg=window_size=4", "--passes=inference", "--budget=0.01"]
+    refused = linvit("bench", "model", *asked, "--device=cpu", "-o", str(tmp_path / "refused.json"))
+    assert refused.code == 2 and "relative_bias" in refused.err
+    asked += ["--drop", "relative_bias,shift_mask", "--device=cpu", "--json", "-o", str(tmp_path / "model.json")]
+    outcome = linvit("bench", "model", *asked)
+    assert outcome.code == 0 and [row["status"] for row in outcome.json["rows"]] == ["ok", "ok"], outcome.err
+    assert outcome.json["args"] == {"embed_dim": 12, "window_size": 4}
+    assert outcome.json["options"] == {"drop": ["relative_bias", "shift_mask"]}

@@ -41,7 +41,19 @@ VERBS = {
         *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
     },
     "bench model": {
-        *("name", "--to", "--keep", "--resolution", "--batch", "--passes", "--modes", "--dtype", "--device"),
+        *(
+            "name",
+            "--to",
+            "--keep",
+            "--drop",
+            "--model-arg",
+            "--resolution",
+            "--batch",
+            "--passes",
+            "--modes",
+            "--dtype",
+            "--device",
+        ),
         *("--budget", "--output", "--resume", "--from", "--json"),
     },
     "bench training": {

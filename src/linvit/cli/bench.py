@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.arguments import numbers, pairs
+from linvit.cli.arguments import ModelArg, numbers, pairs
 from linvit.cli.output import Json, print_json, progress
 from linvit.errors import LinvitError, unknown
 
@@ -134,6 +134,8 @@ def model(
     keep: Annotated[
         int | None, typer.Option(help="How many layers keep their attention, for plans that keep some.")
     ] = None,
+    drop: Annotated[str, typer.Option(help="What the conversion may give up, with commas.")] = "",
+    model_arg: ModelArg = None,
     resolution: Annotated[str, typer.Option(help="Image sizes in pixels, with commas.")] = "224",
     batch: Annotated[str, typer.Option(help="Batch size: one, or one per resolution.")] = "64",
     passes: Annotated[str, typer.Option(help="inference, training, or both.")] = "inference,training",
@@ -150,6 +152,7 @@ def model(
 
     \b
     Example: linvit bench model deit_tiny_patch16_224 --to stella --resolution 224,448 --batch 8
+    Example: linvit bench model swin_tiny_patch4_window7_224 --to stella --drop relative_bias,shift_mask
     """
     import linvit
     from linvit.measurement import model_speed, record
@@ -167,7 +170,11 @@ def model(
         if len(batches) != len(resolutions):
             raise LinvitError(f"give one batch size, or {len(resolutions)}: one per resolution")
         options: dict[str, Any] = {} if keep is None else {"keep": keep}
+        if given_up := [feature.strip() for feature in drop.split(",") if feature.strip()]:
+            options["drop"] = given_up
+        args = pairs(model_arg, "--model-arg")
         head = {"kind": "bench model", "version": 1, "model": name, "to": to, "options": options, "dtype": kind}
+        head |= {"args": args} if args else {}
         path = resume or output or default_path(f"bench-model-{name}-{to}")
         file = record.ResultFile(path, head, record.environment(place), resume=resume is not None)
         which, how = _words(passes, model_speed.PASSES), _words(modes, model_speed.MODES)
@@ -180,6 +187,7 @@ def model(
             device=place,
             passes=which,
             modes=how,
+            args=args,
             done=frozenset(model_speed.key(row) for row in file.rows),
             budget=budget,
         )

@@ -41,7 +41,8 @@ def sweep(
     dtype: str,
     device: torch.device,
     passes: tuple[str, ...] = PASSES,
-    modes: tuple[str, ...] = MODES,
+    modes: tuple[str, ...] = MODES[:2],
+    args: dict[str, Any] | None = None,
     done: frozenset[tuple[Any, ...]] = frozenset(),
     budget: float = 1.0,
 ) -> Iterator[dict[str, Any]]:
@@ -57,7 +58,7 @@ def sweep(
                     row = {"resolution": resolution, "batch": batch, "pass": which}
                     row |= {"mode": mode, "attention": attention}
                     if key(row) not in done:
-                        model = build(name, resolution, convert if attention == "converted" else None)
+                        model = build(name, resolution, convert if attention == "converted" else None, args or {})
                         yield row | measure(model, row, dtype, device, budget=budget)
 
 
@@ -65,7 +66,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("resolution", "batch", "pass", "mode", "attention"))
 
 
-def build(name: str, resolution: int, convert: Convert | None) -> nn.Module:
+def build(name: str, resolution: int, convert: Convert | None, args: dict[str, Any]) -> nn.Module:
     """The timm model with random weights (speed does not ask for better ones), converted if told so."""
     import timm
 
@@ -73,9 +74,9 @@ def build(name: str, resolution: int, convert: Convert | None) -> nn.Module:
         raise unknown("timm model", name, timm.list_models())
     torch.manual_seed(0)
     try:
-        model = timm.create_model(name, img_size=resolution)
+        model = timm.create_model(name, img_size=resolution, **args)
     except TypeError:  # convolutional pyramids take any size and no such argument
-        model = timm.create_model(name)
+        model = timm.create_model(name, **args)
     if convert is not None:
         convert(model)
     return model
