@@ -321,3 +321,23 @@ def test_every_parameter_gets_a_gradient(case: Case) -> None:
         if parameter.requires_grad and not mechanism.capabilities.between:
             assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
     assert mechanism.capabilities.value == (tensors[2].grad is not None)
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.build(TokenGrid(2, 2)).capabilities.bias], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 24, 24), (2, 2, 24, 24), (4, 1, 24, 24), (24,)], ids=str)
+def test_a_bias_is_repeated_and_learned(case: Case, shape: tuple[int, ...]) -> None:
+    """Two images of a bias for four of q come again in turn, as the windows of shifted images do."""
+    grid = TokenGrid(4, 6)
+    mechanism = case.build(grid)
+    q, k, v, x = inputs(grid, batch=4)
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    whole = bias[(None,) * (4 - bias.ndim)]
+    whole = whole.repeat(4 // len(whole), 1, 1, 1).expand(4, 2, 24, 24)
+    found = []
+    for given in (bias, whole):
+        given = given.clone().requires_grad_()
+        out = mechanism(q, k, v, grid, bias=given, x=x if mechanism.capabilities.input else None)
+        found.append((out, torch.autograd.grad(out.square().sum(), given)[0]))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    by_image = found[1][1].unflatten(0, (-1, len(bias) if bias.ndim == 4 else 1)).sum(0)
+    torch.testing.assert_close(found[0][1], by_image.sum_to_size(bias.shape))

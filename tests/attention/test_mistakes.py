@@ -62,6 +62,12 @@ def test_calling(tensors: tuple[torch.Tensor, ...], kwargs: dict[str, Any], mess
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 13, 13), (2, 2, 13, 12), (1, 3, 13, 13), (1, 1, 2, 13, 13)], ids=str)
+def test_a_bias_of_another_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LinvitError, match=r"does not fit logits of \(2, 2, 13, 13\)"):
+        create_attention("relu_quadratic")(qkv(), qkv(), qkv(), bias=torch.zeros(shape))
+
+
 def test_grids() -> None:
     with pytest.raises(LinvitError, match="height and width of at least 1"):
         TokenGrid(0, 4)

@@ -23,7 +23,11 @@ LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 6e-3}
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    weight = torch.relu(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + (0 if bias is None else bias))
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.ndim)]
+        scores = scores + bias.repeat(len(q) // len(bias), 1, 1, 1)
+    weight = torch.relu(scores)
     if mask is None:
         return weight @ v / k.shape[2]
     keep = mask[:, None, None, :]
@@ -86,10 +90,12 @@ def test_key_mask(device: torch.device, dtype: torch.dtype) -> None:
     check(*(draw(device, dtype, 2, 2, 70, 16, seed=s) for s in range(3)), mask)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 70, 70), (3, 2, 70, 70), (3, 1, 70, 70), (2, 70, 70), (70,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 70, 70), (2, 2, 70, 70), (4, 2, 70, 70), (4, 1, 70, 70), (2, 70, 70), (70,)], ids=str
+)
 def test_a_bias_in_any_shape(device: torch.device, shape: tuple[int, ...]) -> None:
     check(
-        *(draw(device, torch.float32, 3, 2, 70, 16, seed=s) for s in range(3)), bias=draw(device, torch.float32, *shape)
+        *(draw(device, torch.float32, 4, 2, 70, 16, seed=s) for s in range(3)), bias=draw(device, torch.float32, *shape)
     )
 
 
@@ -127,8 +133,11 @@ def test_many_images_share_a_bias(device: torch.device, monkeypatch: pytest.Monk
     """As windows do: sums over some of the images each, the last of them over fewer."""
     assert relu_quadratic_launch.share_of(1024, 48, 132) == 94 and relu_quadratic_launch.share_of(8, 3072, 132) == 8
     monkeypatch.setattr(relu_quadratic_launch, "share_of", lambda *_: 3)
-    q, k, v = (draw(device, torch.float32, 5, 1, 9, 8, seed=s) for s in range(3))
-    check(q, k, v, bias=draw(device, torch.float32, 1, 1, 9, 9))
+    q, k, v = (draw(device, torch.float32, 10, 1, 9, 8, seed=s) for s in range(3))
+    mask = draw(device, torch.float32, 10, 9) > -1
+    for images in (1, 2, 5):
+        check(q, k, v, bias=draw(device, torch.float32, images, 1, 9, 9))
+        check(q, k, v, mask, bias=draw(device, torch.float32, images, 1, 9, 9))
 
 
 def test_a_packed_projection_with_a_bias(device: torch.device) -> None:
@@ -311,12 +320,12 @@ def test_real_sizes(device: torch.device, tokens: int, dim: int, dtype: torch.dt
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("windows, tokens, dim", [(256, 49, 32), (64, 196, 32), (8, 197, 64), (2, 1025, 64)])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("images", [1, 2, None])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_real_windows(
-    device: torch.device, windows: int, tokens: int, dim: int, shared: bool, dtype: torch.dtype
+    device: torch.device, windows: int, tokens: int, dim: int, images: int | None, dtype: torch.dtype
 ) -> None:
-    bias = draw(device, dtype, 1 if shared else windows, 3, tokens, tokens, seed=3)
+    bias = draw(device, dtype, images or windows, 3, tokens, tokens, seed=3)
     limit = {torch.float32: 1e-3, torch.bfloat16: 1e-2}.get(dtype)
     check(*(draw(device, dtype, windows, 3, tokens, dim, seed=s) for s in range(3)), bias=bias, limit=limit)
 

@@ -90,8 +90,18 @@ class Call:
     grid: TokenGrid
     key_grid: TokenGrid
     mask: Tensor | None = None  # (batch, keys), true for the keys that take part
-    bias: Tensor | None = None
+    bias: Tensor | None = None  # see `Mechanism.forward`
     x: Tensor | None = None
+
+    def whole_bias(self, batch: int) -> Tensor | None:
+        """The bias with as many images as there are, or one."""
+        if self.bias is None or len(self.bias) == 1:
+            return self.bias
+        if (
+            not torch.compiler.is_compiling() and len(self.bias) == batch
+        ):  # an exporter shall not ask how many there are
+            return self.bias
+        return self.bias.repeat(batch // len(self.bias), 1, 1, 1)
 
     def keep(self, per_key: Tensor, fill: float = 0.0) -> Tensor:
         """`per_key`, `(batch, heads, keys, …)`, with the masked keys filled."""
@@ -195,7 +205,12 @@ class Mechanism(nn.Module):
         bias: Tensor | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Attend: q, k, v are `(batch, heads, tokens, head_dim)` in any strides, the output like v at q's tokens."""
+        """Attend: q, k, v are `(batch, heads, tokens, head_dim)` in any strides, the output like v at q's tokens.
+
+        `mask`, boolean `(batch, keys)`, is true for the keys that take part. `bias` is added to the logits: what
+        `(batch, heads, queries, keys)` can be made of by repeating, be it a few images that come again and again, as
+        windows of shifted images do.
+        """
         call = self._check(q, k, v, grid, key_grid, mask, bias, x)
         with outside_autocast(q.device):
             if self.impl != "reference":
@@ -283,6 +298,12 @@ class Mechanism(nn.Module):
                 )
         if bias is not None and not can.bias:
             raise LinvitError(f"{self.name} cannot honour a bias on the logits")
+        if bias is not None:
+            bias = bias[(None,) * (4 - bias.ndim)]
+            whole = (q.shape[0], q.shape[1], queries, keys)
+            fits = bias.ndim == 4 and q.shape[0] % max(1, len(bias)) == 0
+            if not fits or any(size not in (1, full) for size, full in zip(bias.shape[1:], whole[1:], strict=True)):
+                raise LinvitError(f"a bias of {tuple(bias.shape)} does not fit logits of {whole}")
         if can.input and x is None and not for_map:
             raise LinvitError(f"{self.name} reads the block's input: give x=(batch, tokens, channels)")
         return Call(grid, key_grid, mask, bias, x)

@@ -21,8 +21,9 @@ class Softmax(Mechanism):
 
     def logits(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-        if call.bias is not None:
-            scores = scores + call.bias.to(scores.dtype)
+        bias = call.whole_bias(len(q))
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)
         if call.mask is not None:
             scores = scores.masked_fill(~call.mask[:, None, None, :], float("-inf"))
         return scores
@@ -36,7 +37,7 @@ class Softmax(Mechanism):
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         if self.impl == "triton":
             return None
-        bias = call.bias
+        bias = call.whole_bias(len(q))
         if call.mask is not None and bias is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask[:, None, None, :])
         if call.mask is not None and bias is not None:

@@ -3,7 +3,8 @@
 On a GPU it is Triton's (relu_quadratic_triton.py), on the CPU plain PyTorch over tiles (relu_quadratic_cpu.py). Both
 recompute the scores in the backward pass, so memory is linear in the tokens. Sums are in float32, in fixed order: the
 same inputs give the same bits. A bias is read tile by tile, in the shape it has: `(1, heads, N, N)` is shared by all
-images. Registered as linvit::relu_quadratic; plain eager calls leave the dispatcher out.
+images, and fewer images than there are come again in turn. Registered as linvit::relu_quadratic; plain eager calls
+leave the dispatcher out.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def relu_quadratic(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, 
     """`(batch, heads, queries, value_dim)` from q, k, v in any strides; a view of (batch, queries, heads, value_dim).
 
     `mask`, boolean (batch, keys), is true for the keys that take part. `bias` is anything that (batch, heads, queries,
-    keys) can be made of by repeating. Views of one packed projection get their gradients in one packed tensor.
+    keys) can be made of by repeating, as in `Mechanism.forward`. Views of one packed projection get their gradients in
+    one packed tensor.
     """
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]

@@ -69,7 +69,7 @@ def bias_of(bias: Tensor | None, number: int, q: Tensor, k: Tensor) -> Tensor | 
     """`(heads, queries, keys)` of one image, in the scores' type, repeated where it is shared."""
     if bias is None:
         return None
-    return bias[number if len(bias) > 1 else 0].to(q.dtype).expand(len(q), q.shape[1], k.shape[1])
+    return bias[number % len(bias)].to(q.dtype).expand(len(q), q.shape[1], k.shape[1])
 
 
 def scores(q: Tensor, k: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def backward(
         queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
         g, alphas = image(grad, number), (factor(k, number, mask), weight_factor(k, number, mask, bias))
         added = bias_of(bias, number, queries, keys)
-        d_added = None if d_bias is None else d_bias[number if len(d_bias) > 1 else 0]
+        d_added = None if d_bias is None else d_bias[number % len(d_bias)]
         d_queries, d_keys, d_values = (target(d, number) for d in (dq, dk, dv))
         if one_tile(queries, keys):
             weight, d_weight = queries.new_empty(2, len(queries), queries.shape[1], keys.shape[1])

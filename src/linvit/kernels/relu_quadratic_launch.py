@@ -52,10 +52,11 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
 @lru_cache(maxsize=4096)
 def prepare(
     which: str, q: torch.Size, v: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-    masked: bool, biased: torch.dtype | None, share: int = 1,
+    masked: bool, biased: torch.dtype | None, repeats: int = 1, share: int = 1,
 ) -> Launch:  # fmt: skip
     """The launch of one kernel, "forward", "keys", "queries" or "bias", for these shapes and strides in the kernel's
-    order; `biased` is the bias's type, `share` how many images a program of the last one adds up."""
+    order; `biased` is the bias's type, `repeats` how many images have the same one, of which a program of the last
+    kernel adds up `share`."""
     import triton.language as tl
 
     from linvit.kernels import relu_quadratic_triton as kernels
@@ -77,7 +78,7 @@ def prepare(
         "forward": (prescale, scale / prescale, weighed),
         "keys": (prescale, scale / prescale, scale * mean, weighed),
         "queries": (scale, scale * mean),
-        "bias": (batch, share, scale, mean),
+        "bias": (repeats, share, scale, mean),
     }[which]
     kinds = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     kind = tl.float32 if device.type == "cpu" else kinds[dtype]  # the interpreter cannot multiply bfloat16
@@ -93,7 +94,7 @@ def prepare(
     }[which]
     programs = batch * heads * -(-tokens // t.own)
     if which == "bias":
-        programs = -(-batch // share) * heads * -(-queries // m) * -(-keys // n)
+        programs = batch // repeats * -(-repeats // share) * heads * -(-queries // m) * -(-keys // n)
     grid = (programs, 1, 1)
     return Launch(kernel, grid, (*strides, *numbers, *constants), num_warps=t.warps, num_stages=t.stages)
 
@@ -104,11 +105,13 @@ def inverse_of(mask: Tensor | None) -> Tensor | None:
 
 
 def extras(mask: Tensor | None, bias: Tensor | None) -> tuple[int, ...]:
-    """Strides of what need not be there; a dimension that a bias shares has none."""
+    """Strides of what need not be there, and after how many images a bias comes again; a dimension it shares has no
+    stride."""
     strides = (0, 0) if mask is None else mask.stride()
     if bias is None:
-        return (*strides, 0, 0, 0, 0)
-    return *strides, *(stride if size > 1 else 0 for stride, size in zip(bias.stride(), bias.shape, strict=True))
+        return (*strides, 0, 0, 0, 0, 1)
+    shared = (stride if size > 1 else 0 for stride, size in zip(bias.stride(), bias.shape, strict=True))
+    return *strides, *shared, len(bias)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -147,9 +150,11 @@ def bias_gradient(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | 
     """The gradient of a bias, of its own shape. Where images share it, programs add up some of them each, so that there
     are programs enough, and the sums are added in the end."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    share = 1 if len(bias) > 1 else share_of(batch, heads * -(-queries // 64) * -(-keys // 32), processors(q.device))
-    strides = q.stride() + k.stride() + v.stride() + grad.stride() + extras(None, bias)[2:] + extras(mask, None)[:2]
-    launch = prepare("bias", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, bias.dtype, share)
-    parts = torch.empty((-(-batch // share), heads, queries, keys), dtype=torch.float32, device=q.device)
+    repeats = batch // len(bias)
+    share = share_of(repeats, len(bias) * heads * -(-queries // 64) * -(-keys // 32), processors(q.device))
+    strides = q.stride() + k.stride() + v.stride() + grad.stride() + extras(mask, bias)
+    launch = prepare("bias", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, bias.dtype, repeats, share)
+    shape = (len(bias), -(-repeats // share), heads, queries, keys)
+    parts = torch.empty(shape, dtype=torch.float32, device=q.device)
     launch(q, k, v, grad, bias, mask, inverse_of(mask), parts)
-    return parts.sum_to_size(bias.shape).to(bias.dtype)
+    return parts.sum(1).sum_to_size(bias.shape).to(bias.dtype)

@@ -57,8 +57,10 @@ def load(pointers, ok, PLAIN: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def corner_of(bias, batch, head, start, bias_b, bias_h, bias_n):
-    """Where a bias's tiles begin. One pointer goes along and not one for each number: registers are short."""
+def corner_of(bias, batch, head, start, bias_b, bias_h, bias_n, period):
+    """Where a bias's tiles begin; images of the bias come again after `period`. One pointer goes along and not one for
+    each number: registers are short."""
+    batch = batch % period
     return bias + (batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h + start.to(tl.int64) * bias_n)
 
 
@@ -84,7 +86,7 @@ def step(k_in, v_in, bias_in, q_tile, total, ok_k, ok_v, ok_bias, sharp, down, r
 @triton.jit
 def forward_kernel(
     q, k, v, out, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n,
-    mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, heads, queries, keys, prescale, sharp, factor,
+    mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, period, heads, queries, keys, prescale, sharp, factor,
     D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, PRESCALE: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +102,7 @@ def forward_kernel(
     v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
     bias_in = bias
     if bias is not None:
-        bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m)
+        bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m, period)
     total = tl.zeros([M, VW], tl.float32)
     if mask is None:
         whole = keys // N * N
@@ -157,8 +159,8 @@ def key_step(q_in, g_in, bias_in, k_tile, v_tile, dk, dv, ok_q, ok_g, ok_bias, s
 @triton.jit
 def key_gradient_kernel(
     q, k, v, g, dk, dv, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n,
-    g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, heads, queries, keys,
-    prescale, sharp, factor, value_factor,
+    g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, period, heads, queries,
+    keys, prescale, sharp, factor, value_factor,
     D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, PRESCALE: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +177,7 @@ def key_gradient_kernel(
     g_in = rows_of(g, batch, head, tl.zeros([], tl.int32), g_b, g_h, g_n, g_d, M, VW)
     bias_in = bias
     if bias is not None:
-        bias_in = corner_of(bias, batch, head, block * N, bias_b, bias_h, bias_n)
+        bias_in = corner_of(bias, batch, head, block * N, bias_b, bias_h, bias_n, period)
     dk_total = tl.zeros([N, DW], tl.float32)
     dv_total = tl.zeros([N, VW], tl.float32)
     whole = queries // M * M
@@ -221,7 +223,7 @@ def query_step(k_in, v_in, bias_in, q_tile, g_tile, dq, ok_k, ok_v, ok_bias, sha
 @triton.jit
 def query_gradient_kernel(
     q, k, v, g, dq, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
-    dq_b, dq_h, dq_n, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, heads, queries, keys, sharp, factor,
+    dq_b, dq_h, dq_n, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, period, heads, queries, keys, sharp, factor,
     D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -235,7 +237,7 @@ def query_gradient_kernel(
     v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
     bias_in = bias
     if bias is not None:
-        bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m)
+        bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m, period)
     total = tl.zeros([M, DW], tl.float32)
     if mask is None:
         whole = keys // N * N
@@ -277,20 +279,21 @@ def query_gradient_kernel(
 @triton.jit
 def bias_gradient_kernel(
     q, k, v, g, bias, mask, inverse, out, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n,
-    g_d, bias_b, bias_h, bias_m, bias_n, mask_b, mask_n, heads, queries, keys, images, share, sharp, factor,
+    g_d, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, period, heads, queries, keys, repeats, share, sharp, factor,
     D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The bias's gradient for M queries and N keys of one head, summed over a share of the images."""
-    across = tl.cdiv(keys, N)
+    """The bias's gradient for M queries and N keys of one head, summed over a share of the images that have it."""
+    across, parts = tl.cdiv(keys, N), tl.cdiv(repeats, share)
     tile, part, head = place(heads, across * tl.cdiv(queries, M))
     first, left = tile // across * M, tile % across * N
     channel, value = (tl.arange(0, DW) < D)[None, :], (tl.arange(0, VW) < VD)[None, :]
     there = first + tl.arange(0, M) < queries
     rows = there[:, None]
     total = tl.zeros([M, N], tl.float32)
-    for number in tl.range(0, tl.minimum(images - part * share, share)):
-        image = part * share + number
+    begin = part % parts * share
+    for number in tl.range(0, tl.minimum(repeats - begin, share)):
+        image = part // parts + period * (begin + number)
         scale = factor
         masked = mask
         if mask is not None:
@@ -301,7 +304,7 @@ def bias_gradient_kernel(
         q_tile = load(rows_of(q, image, head, first, q_b, q_h, q_n, q_d, M, DW), rows & channel, False, KIND)
         k_tile = load(rows_of(k, image, head, left, k_b, k_h, k_n, k_d, N, DW), columns & channel, False, KIND)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        bias_in = corner_of(bias, image, head, first, bias_b, bias_h, bias_m) + left.to(tl.int64) * bias_n
+        bias_in = corner_of(bias, image, head, first, bias_b, bias_h, bias_m, period) + left.to(tl.int64) * bias_n
         scores = biased(scores, bias_in, rows & keep[None, :], sharp, bias_m, bias_n)
         g_tile = load(rows_of(g, image, head, first, g_b, g_h, g_n, g_d, M, VW), rows & value, False, KIND)
         v_tile = load(rows_of(v, image, head, left, v_b, v_h, v_n, v_d, N, VW), columns & value, False, KIND)

@@ -44,18 +44,17 @@ class SwinHost(Host, WindowAttention):
         if self.relative_position_bias_table is not None:
             super()._init_buffers()
 
-    def _bias(self, mask: Tensor | None, windows: int) -> Tensor | None:
+    def _bias(self, mask: Tensor | None) -> Tensor | None:
         if not self.mechanism.capabilities.bias:
             return None
         bias = None if self.relative_position_bias_table is None else self._get_rel_pos_bias()
         if mask is None:
             return bias
-        shifted = mask[:, None].repeat(windows // mask.shape[0], 1, 1, 1)
-        return shifted if bias is None else bias + shifted
+        return mask[:, None] if bias is None else bias + mask[:, None]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         windows, tokens, _ = x.shape
         q, k, v = self.qkv(x).reshape(windows, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        out = self.attend(q, k, v, TokenGrid(*self.window_size), bias=self._bias(mask, windows), x=x)
+        out = self.attend(q, k, v, TokenGrid(*self.window_size), bias=self._bias(mask), x=x)
         out = self.proj(out.transpose(1, 2).reshape(windows, tokens, -1))
         return self.proj_drop(self.mechanism.after_projection(out, q))

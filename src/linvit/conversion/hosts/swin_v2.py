@@ -47,14 +47,13 @@ class _CosineWindows(Host):
     def _position(self) -> Tensor | None:
         raise NotImplementedError
 
-    def _bias(self, mask: Tensor | None, windows: int) -> Tensor | None:
+    def _bias(self, mask: Tensor | None) -> Tensor | None:
         if not self.mechanism.capabilities.bias:
             return None
         bias = self._position()
         if mask is None:
             return bias
-        shifted = mask[:, None].repeat(windows // mask.shape[0], 1, 1, 1)
-        return shifted if bias is None else bias + shifted
+        return mask[:, None] if bias is None else bias + mask[:, None]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         windows, tokens, _ = x.shape
@@ -62,7 +61,7 @@ class _CosineWindows(Host):
         temperature = self.logit_scale.clamp(max=math.log(100)).exp().reshape(-1, 1, 1)
         q = F.normalize(q, dim=-1) * (temperature * q.shape[-1] ** 0.5)
         k = F.normalize(k, dim=-1)
-        out = self.attend(q, k, v, TokenGrid(*self.window_size), bias=self._bias(mask, windows), x=x)
+        out = self.attend(q, k, v, TokenGrid(*self.window_size), bias=self._bias(mask), x=x)
         out = self.proj(out.transpose(1, 2).reshape(windows, tokens, -1))
         return self.proj_drop(self.mechanism.after_projection(out, q))
 
