@@ -22,6 +22,7 @@ deit=(model deit_small_patch16_224 --to stella)
 corners=(op -m stella --heads 3,12 --head-dim 16,64 --tokens 784,3136,12544)
 quadratic=(op -m relu_quadratic --batch 64 --heads 6 --head-dim 64 --tokens 784,1024,3136,12544)
 windows=(op -m relu_quadratic --bias --batch 1024 --heads 3 --head-dim 32 --tokens 49,196)
+swin=(model swin_tiny_patch4_window7_224 --to mixa --model-arg window_size=14)
 mobile=(op -m mobile --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136)
 
 if [ "$warm" ]; then
@@ -62,3 +63,4 @@ bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budge
 bench op-relu_quadratic-bias "${windows[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
 bench model-deit_small-stella-eager "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes eager --budget 0.2
+bench model-swin_tiny-mixa "${swin[@]}" --resolution 224 --batch 128 --modes eager --budget 0.5
