@@ -8,11 +8,14 @@ images=${IMAGES-}
 out=$1 name=$2 warm=${3-}
 
 bench() { # result, then the command; a result that is there is left alone
-  local file=$out/$1-$name.json
+  local file=$out/$1-$name.json quick=(--budget 0.0001)
   shift
-  if [ "$warm" ]; then
-    python3 -m linvit bench "$@" --budget 0.0001 -o "$(mktemp -u).json" >/dev/null 2>&1 &
-  elif [ ! -e "$file" ]; then
+  [ "$1" = training ] && quick=(--steps 75)
+  if [ -e "$file" ]; then
+    return
+  elif [ "$warm" ]; then
+    python3 -m linvit bench "$@" "${quick[@]}" -o "$(mktemp -u).json" >/dev/null 2>&1 &
+  else
     python3 -m linvit bench "$@" -o "$file"
     echo "$SECONDS s"
   fi
@@ -25,23 +28,33 @@ windows=(op -m relu_quadratic --bias --batch 1024 --heads 3 --head-dim 32 --toke
 swin=(model swin_tiny_patch4_window7_224 --to mixa --model-arg window_size=14)
 mobile=(op -m mobile --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136)
 
+tiny=(training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_size=8 --data "$images")
+
 if [ "$warm" ]; then
   export TORCHINDUCTOR_COMPILE_THREADS=4
   for size in "224 64" "896 16" "1792 4"; do
     read -r pixels batch <<<"$size"
-    bench model "${deit[@]}" --resolution "$pixels" --batch "$batch" --modes compiled --passes training
+    bench model-deit_small-stella "${deit[@]}" --resolution "$pixels" --batch "$batch" --modes compiled --passes training
   done
-  bench model "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled --passes inference
-  bench op op -m stella --preset deit --compared compiled
+  bench model-deit_small-stella "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled --passes inference
+  bench op-stella op -m stella --preset deit --compared compiled
   for batch in 1 8 64; do
-    bench op "${corners[@]}" --batch $batch --compared compiled
+    bench op-stella-compiled "${corners[@]}" --batch $batch --compared ours,compiled
   done
   for dim in 16 32 64; do
-    bench op op -m stella --batch 1,8,64 --heads 3,6,12 --head-dim $dim --tokens 196,256,784,1024,4096,12544 --compared ours
+    bench op-stella-grid op -m stella --batch 1,8,64 --heads 3,6,12 --head-dim $dim \
+      --tokens 196,256,784,1024,4096,12544 --compared ours
   done
-  bench op "${quadratic[@]}" --compared ours
-  bench op "${windows[@]}" --compared ours
-  bench op "${mobile[@]}" --compared ours
+  bench op-relu_quadratic "${quadratic[@]}" --compared ours
+  bench op-relu_quadratic-bias "${windows[@]}" --compared ours
+  bench op-mobile "${mobile[@]}" --compared ours
+  if [ "$images" ]; then
+    for recipe in distil fast; do
+      for some in mixa,stella relu_linear,castling qt,mobile efficient,xca; do
+        bench training-vit_tiny-$recipe "${tiny[@]}" --recipe $recipe --to $some
+      done
+    done
+  fi
   wait
   exit
 fi
@@ -51,7 +64,6 @@ bench op-stella-grid op -m stella --preset grid --compared ours,sdpa --budget 0.
 bench op-stella op -m stella --preset deit --budget 0.04
 bench op-stella-compiled "${corners[@]}" --batch 1,8,64 --compared ours,compiled --budget 0.02
 if [ "$images" ]; then
-  tiny=(training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_size=8 --data "$images")
   bench training-vit_tiny "${tiny[@]}" --recipe deit --set batch_size=256 --to stella
   for recipe in distil fast; do
     bench training-vit_tiny-$recipe "${tiny[@]}" --recipe $recipe --steps 100 \
