@@ -270,17 +270,18 @@ def test_tiles_on_the_cpu(
         assert error(ours, exactly) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize(
     "tokens, dtype, tiled", [(49, torch.float32, 0), (65, torch.float32, 1), (49, torch.float16, 1)]
 )
 def test_few_tokens_are_not_tiled_on_the_cpu(
-    tokens: int, dtype: torch.dtype, tiled: int, monkeypatch: pytest.MonkeyPatch
+    images: int, tokens: int, dtype: torch.dtype, tiled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu, calls = torch.device("cpu"), []
     forward = relu_quadratic_cpu.forward
     monkeypatch.setattr(relu_quadratic_cpu, "forward", lambda *a: calls.append(1) or forward(*a))
     monkeypatch.setattr("linvit.kernels.relu_quadratic.interpreted", lambda: False)
-    packed = draw(cpu, dtype, 2, tokens, 3, 2, 8).requires_grad_()
+    packed = draw(cpu, dtype, images, tokens, 3, 2, 8).requires_grad_()
     out = on_cpu(*packed.permute(2, 0, 3, 1, 4).unbind(0), None)
     assert out is not None and len(calls) == tiled
     exact = packed.detach().double().requires_grad_()

@@ -53,7 +53,11 @@ def on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
         return None if few else relu_quadratic(q, k, v, mask, bias)
     if not few or q.dtype in relu_quadratic_cpu.HALF or mask is not None:
         return relu_quadratic(q, k, v, mask)
-    return ((q @ k.mT).relu_() @ v).mul_(q.shape[3] ** -0.5 / k.shape[2])
+    scale = q.shape[3] ** -0.5 / k.shape[2]
+    if len(q) > 1:
+        return ((q @ k.mT).relu_() @ v).mul_(scale)
+    weight = torch.bmm(q[0], k[0].mT).relu_()  # of one image the heads can be read where they lie
+    return torch.baddbmm(weight.new_empty(1), weight, v[0], beta=0, alpha=scale)[None]
 
 
 def home(q: Tensor) -> ModuleType:
