@@ -46,8 +46,12 @@ def finish(whole: Tensor, number: int, result: Tensor) -> None:
         whole[number].copy_(result)
 
 
-def one_tile(q: Tensor, k: Tensor) -> bool:
-    return q.shape[1] <= ROWS and k.shape[1] <= COLUMNS and len(q) * q.shape[1] * k.shape[1] <= TILE_NUMBERS
+def one_tile(q: Tensor, k: Tensor, buffers: int) -> Tensor | None:
+    """Buffers for all scores of an image, where one tile holds them."""
+    (heads, rows), columns = q.shape[1:3], k.shape[2]
+    if rows > ROWS or columns > COLUMNS or heads * rows * columns > TILE_NUMBERS:
+        return None
+    return q.new_empty(buffers, heads, rows, columns, dtype=torch.float32 if q.dtype in HALF else q.dtype)
 
 
 def tiles(q: Tensor, k: Tensor, buffers: int) -> Iterator[tuple[slice, slice, slice, list[Tensor]]]:
@@ -80,14 +84,14 @@ def scores(q: Tensor, k: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    out = rows_like(v, q.shape[2])
+    out, whole = rows_like(v, q.shape[2]), one_tile(q, k, 1)
     for number in range(len(q)):
         queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
         result, alpha = target(out, number), weight_factor(k, number, mask, bias)
         added = bias_of(bias, number, queries, keys)
-        if one_tile(queries, keys):
-            weight = scores(queries, keys, added, queries.new_empty(len(queries), queries.shape[1], keys.shape[1]))
-            result.baddbmm_(weight.relu_(), values, beta=0, alpha=alpha)
+        if whole is not None:
+            weight = scores(queries, keys, added, whole[0]).relu_()
+            result.baddbmm_(weight, values, beta=0, alpha=alpha)
         else:
             for h, m, n, (weight,) in tiles(queries, keys, 1):
                 scores(queries[h, m], keys[h, n], None if added is None else added[h, m, n], weight).relu_()
@@ -105,14 +109,15 @@ def backward(
     if bias is not None and wanted:
         kind = torch.float32 if q.dtype in HALF else q.dtype
         d_bias = torch.zeros((len(bias), *q.shape[1:3], k.shape[2]), dtype=kind)
+    whole = one_tile(q, k, 2)
     for number in range(len(q)):
         queries, keys, values = image(q, number), image(k, number, mask), image(v, number, mask)
         g, alphas = image(grad, number), (factor(k, number, mask), weight_factor(k, number, mask, bias))
         added = bias_of(bias, number, queries, keys)
         d_added = None if d_bias is None else d_bias[number % len(d_bias)]
         d_queries, d_keys, d_values = (target(d, number) for d in (dq, dk, dv))
-        if one_tile(queries, keys):
-            weight, d_weight = queries.new_empty(2, len(queries), queries.shape[1], keys.shape[1])
+        if whole is not None:
+            weight, d_weight = whole
             outputs = (d_queries, d_keys, d_values)
             add_gradients(queries, keys, values, g, added, *outputs, d_added, weight, d_weight, 0, 0, *alphas)
         else:
@@ -124,8 +129,8 @@ def backward(
                 add_gradients(*inputs, *outputs, to_bias, weight, d_weight, onward, again, *alphas)
         if mask is not None and bias is not None:  # a bias gives weight to keys that are masked out
             d_values.masked_fill_(~mask[number][:, None], 0)
-        for whole, result in ((dq, d_queries), (dk, d_keys), (dv, d_values)):
-            finish(whole, number, result)
+        for place, result in ((dq, d_queries), (dk, d_keys), (dv, d_values)):
+            finish(place, number, result)
     return None if bias is None or d_bias is None else d_bias.sum_to_size(bias.shape).to(bias.dtype)
 
 
