@@ -61,6 +61,8 @@ def test_linear_attention(name: str, dtype: torch.dtype, batch: int, heads: int,
 def test_relu_quadratic(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> None:
     tensors = inputs(torch.device("cuda"), dtype, batch, heads, tokens, dim)
     assert steady(lambda: with_gradients(relu_quadratic(*tensors), tensors)) == 0
+    bias = draw(torch.device("cuda"), dtype, 1, heads, tokens, tokens, seed=4).requires_grad_()
+    assert steady(lambda: with_gradients(relu_quadratic(*tensors, None, bias), [*tensors, bias])) == 0
 
 
 @pytest.mark.gpu
