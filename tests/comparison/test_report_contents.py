@@ -136,3 +136,18 @@ def test_the_documents_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     exec(compile(example, document.name, "exec"), {})
     assert capsys.readouterr().out.startswith("On NVIDIA H200")
+
+
+def test_a_claim_is_held_against_the_candidate_most_like_the_papers(tmp_path: Path) -> None:
+    """Not against the best of several: where a quadratic layer lies is the paper's choice, not ours after the fact."""
+    names = ["softmax", "mixa:keep=6,where=last", "mixa:keep=6", "mixa:keep=6,layers=measured"]
+    store = write_store(tmp_path, mode="distil", mechanisms=names, patches=[8], devices=["cuda"], failures=False)
+    rows = main_rows(gather([store]).settings[0])
+
+    def chosen(rows: Any) -> str:
+        (made,) = {claim.ours.first.candidate for claim in claims(rows)}
+        return str(made)
+
+    assert chosen(rows) == chosen(rows[::-1]) == "mixa:keep=6,layers=measured"
+    counted = [row for row in rows if "measured" not in row.first.candidate]
+    assert chosen(counted) == chosen(counted[::-1]) == "mixa:keep=6"

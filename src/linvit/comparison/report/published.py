@@ -106,13 +106,25 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def claim(paper: str, mechanism: str, model: str, against: str, theirs: float, note: str, rows: Sequence[Row]) -> Claim:
-    ours = next((row for row in rows if row.first.mechanism == mechanism), None)
+    ours = nearest(mechanism, rows)
     base = next((row for row in rows if row.first.candidate == against), None)
     if ours is None or base is None:
         return Claim(paper, mechanism, model, against, theirs, None, None, None, note)
     found = paired(ours, base)
     mean = ours.top1.mean - base.top1.mean if found is None else found.mean
     return Claim(paper, mechanism, model, against, theirs, ours, mean, found.interval if found else None, note)
+
+
+def nearest(mechanism: str, rows: Sequence[Row]) -> Row | None:
+    """The candidate that is most like the paper's, whatever it scored: MixA keeps layers that an analysis names; else
+    the one with the most seeds, and with the fewest options of its own."""
+    fitting = [row for row in rows if row.first.mechanism == mechanism]
+
+    def likeness(row: Row) -> tuple[bool, int, int, str]:
+        name = row.first.candidate
+        return "layers=measured" in name, len(row.runs), -len(name), name
+
+    return max(fitting, key=likeness, default=None)
 
 
 def rankings(setting: Setting) -> list[Ranking]:
