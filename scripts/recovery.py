@@ -162,7 +162,7 @@ def read_speeds(files: Iterable[Path]) -> Speeds:
 
 def draw(found: Cells, teacher: float | None, path: Path, speeds: Speeds | None = None) -> None:
     """Accuracy over epochs, or with speeds over seconds: a panel for each candidate that had several budgets."""
-    shown = [name for name in names(found) if len(budgets_of(found, name)) > 1]
+    shown = [name for name in names(found) if len(budgets_of(found, name)) > 1] or names(found)
     across = min(3, len(shown))
     down = -(-len(shown) // across)
     figure = Figure(figsize=(3.4 * across, 2.5 * down + 0.3), layout="constrained", dpi=150)

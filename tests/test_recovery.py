@@ -65,3 +65,12 @@ def test_tables_and_picture(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("# Results\n") and text.endswith("The end.\n") and "old" not in text
     assert rows_of(text) == rows
+
+
+def test_one_budget_is_drawn_too(tmp_path: Path) -> None:
+    made = store(tmp_path / "store")
+    for file in made.glob("runs/*.json"):
+        if round(json.loads(file.read_text())["identity"]["config"]["epochs"]) != 20:
+            file.unlink()
+    recovery.main(made, tmp_path / "page.md", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -14,7 +14,7 @@ from linvit.attention import create_attention
 from linvit.errors import LinvitError
 from linvit.kernels import relu_quadratic_cpu, relu_quadratic_launch
 from linvit.kernels.linear_launch import empty_rows
-from linvit.kernels.relu_quadratic import on_cpu, relu_quadratic, why_not
+from linvit.kernels.relu_quadratic import on_cpu, relu_quadratic, why_not, why_not_bias
 from linvit.measurement.clock import peak_memory
 from tests.kernels.conftest import ON_GPU
 
@@ -233,6 +233,10 @@ def test_the_mechanism_uses_it_or_says_why_not(device: torch.device) -> None:
     assert error(fused(q, k, v, bias=bias), plain(q, k, v, bias=bias)) < 1e-5
     with pytest.raises(LinvitError, match="the bias is float64"):
         fused(q, k, v, bias=bias.double())
+    with pytest.raises(LinvitError, match="the bias is on meta"):
+        fused(q, k, v, bias=bias.to("meta"))
+    far = torch.empty_strided((1, 2, 20, 20), (0, 0, 2**24, 1), device="meta")
+    assert "too far apart" in (why_not_bias(far, far.device) or "")
     fused.impl = "auto"
     assert error(fused(q, k, v, bias=bias), plain(q, k, v, bias=bias)) < 1e-5
     assert "wider than 256" in (why_not(*(torch.empty(1, 1, 2, 257, device=device) for _ in range(3))) or "")

@@ -97,9 +97,7 @@ class Call:
         """The bias with as many images as there are, or one."""
         if self.bias is None or len(self.bias) == 1:
             return self.bias
-        if (
-            not torch.compiler.is_compiling() and len(self.bias) == batch
-        ):  # an exporter shall not ask how many there are
+        if not torch.compiler.is_compiling() and len(self.bias) == batch:  # to a compiler, the answer would be a guard
             return self.bias
         return self.bias.repeat(batch // len(self.bias), 1, 1, 1)
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from linvit.kernels import relu_quadratic_cpu, relu_quadratic_launch
-from linvit.kernels.dispatch import interpreted, unserved
+from linvit.kernels.dispatch import DTYPES, interpreted, unserved
 from linvit.kernels.linear import packed_source, plain
 from linvit.kernels.linear_launch import rows_like, unpack
 
@@ -36,11 +36,16 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> str 
         return f"heads of {max(q.shape[3], v.shape[3])} channels are wider than {WIDEST}"
     if 0 in (*q.shape, *v.shape):
         return "there is nothing to attend to in an empty tensor"
-    if bias is not None and bias.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    return None if bias is None else why_not_bias(bias, q.device)
+
+
+def why_not_bias(bias: Tensor, device: torch.device) -> str | None:
+    """The same of a bias: pointers to another device's memory must not reach a kernel."""
+    if bias.device != device:
+        return f"the bias is on {bias.device}, q, k and v are on {device}"
+    if bias.dtype not in DTYPES:
         return f"the bias is {str(bias.dtype).removeprefix('torch.')}"
-    if bias is not None and max(bias.stride()[-2:]) > FARTHEST:
-        return "rows of the bias lie too far apart"
-    return None
+    return "rows of the bias lie too far apart" if max(bias.stride()[-2:]) > FARTHEST else None
 
 
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor | None:
