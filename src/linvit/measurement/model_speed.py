@@ -51,6 +51,7 @@ def sweep(
         raise unknown("dtype", dtype, DTYPES)
     if "graph" in modes and device.type != "cuda":
         raise LinvitError("the mode graph needs a CUDA device: use eager or compiled")
+    build(name, resolutions[0], convert, args or {})  # what cannot be converted is told before anything is measured
     for resolution, batch in zip(resolutions, batches, strict=True):
         for which in passes:
             for mode in modes:
