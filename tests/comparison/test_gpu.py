@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from linvit.comparison import running
 from linvit.comparison.measuring import measure_speed
 from linvit.comparison.running import execute, without_timings
 from linvit.comparison.sharing import Shared
 from linvit.comparison.store import Store
+from linvit.measurement import clock
 from tests.comparison.small import tasks
 
 pytestmark = [
@@ -46,15 +49,34 @@ def test_a_ladder_on_the_gpu(compiled: bool) -> None:
     assert all(row["precision"] == "bf16" and row["ratio"] > 0 and row["peak_bytes"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("which", ["inference", "training"])
-def test_a_replayed_pass_does_not_wait_for_python(which: str) -> None:
-    """So small a model is all overhead; and peak memory is that of the pass, not of its replay."""
-    found = []
-    for graph in (False, True):
-        given = {"sizes": [32], "batch": 8, "devices": ["cuda"], "cuda_graph": graph}
+class Operations(TorchDispatchMode):
+    """Counts what Python asks PyTorch to do."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replayed_pass_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts no operation from Python; and its peak memory is that of the pass, not of the replay."""
+    asked: list[int] = []
+    by_turns = clock.by_turns
+
+    def watched(calls: Any, *args: Any, **options: Any) -> Any:
+        for call in calls:
+            with Operations() as operations:
+                call()
+            asked.append(operations.number)
+        return by_turns(calls, *args, **options)
+
+    monkeypatch.setattr(clock, "by_turns", watched)
+    peaks = []
+    for replayed in (False, True):
+        given = {"sizes": [32], "batch": 8, "devices": ["cuda"], "cuda_graph": replayed}
         task = next(task for task in tasks("stella", measure=given) if task.kind == "speed")
-        rows = measure_speed(task, budget=0.05)["rows"]
-        found.append(next(row for row in rows if row["pass"] == which and row["batch"] == 8))
-    plain, replayed = found
-    assert replayed["milliseconds"]["median"] < 0.7 * plain["milliseconds"]["median"]
-    assert replayed["peak_bytes"] == pytest.approx(plain["peak_bytes"], rel=0.1)
+        asked.clear()
+        peaks.append([row["peak_bytes"] for row in measure_speed(task, budget=0.05)["rows"]])
+        assert asked and all((number == 0) == replayed for number in asked)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.1)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import linvit
 from linvit.comparison import claims
 from linvit.comparison.engines import Board, attend, drain
 from linvit.comparison.spec import Comparison, load
@@ -59,6 +60,18 @@ def test_failures_add_up(tmp_path: Path) -> None:
     assert first["error"] == "RuntimeError: CUDA out of memory" and "Traceback" in first["traceback"]
     assert (first["attempt"], second["attempt"], second["error"]) == (1, 2, "give a larger GPU")
     assert not store.finished(task) and len(store.results("failure")) == 2
+
+
+def test_a_failure_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    store, task = Store(tmp_path / "store"), make_task(1)
+    try:
+        linvit.create_attention("nothing")
+    except LinvitError as error:
+        failed = store.fail(task, LinvitError(f"the checkpoint {store.folder / 'work' / 'a.safetensors'} is cut short"))
+        traced = store.fail(task, error)
+    assert failed["error"] == "the checkpoint work/a.safetensors is cut short"
+    assert f'"{Path("linvit", "attention")}' in traced["traceback"]
+    assert str(Path(linvit.__file__).parents[1]) not in traced["traceback"]
 
 
 def test_damaged_and_foreign_files_are_noted(tmp_path: Path) -> None:

@@ -107,13 +107,15 @@ def test_nan_names_the_step_and_the_layer_and_keeps_the_checkpoint(tmp_path: Pat
         train(model, tmp_path, epochs=4, log_steps=3, checkpoint_seconds=0, evaluate=None)
     text = str(stop.value)
     assert "in step 7:" in text and "the activations of blocks.1.mlp.drop1 (Overflowing)" in text
+    last = [record for record in read_log(tmp_path) if record["kind"] == "train"][-1]
+    assert f"the loss was {last['loss']:.3g}, the gradient's norm {last['gradient_norm']:.3g}" in text
     assert f"the last good checkpoint is {tmp_path / 'checkpoints' / 'step-00000006.safetensors'}" in text
     assert all(torch.isfinite(p).all() for p in model.parameters()), "the bad step left the weights alone"
     assert read_log(tmp_path)[-1]["kind"] == "note"
 
 
 def test_a_poisoned_batch_is_named() -> None:
-    with pytest.raises(Diverged, match="in step 6: it began in the batch itself; there was no checkpoint yet"):
+    with pytest.raises(Diverged, match=r"in step 6: it began in the batch itself; .*there was no checkpoint yet"):
         train(source=Poisoned())
 
 
@@ -217,6 +219,18 @@ def test_what_has_no_deterministic_algorithm_runs_without(tmp_path: Path, accumu
     loose, _ = train(small_model(proj_drop_rate=0.1), deterministic=False, **settings)
     assert same(weights(made.model), weights(loose.model))
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_run_trains_on_cudnns_attention(deterministic: bool) -> None:
+    seen = []
+
+    def objective(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return cross_entropy(model, images, targets)
+
+    train(objective=objective, deterministic=deterministic)
+    assert seen and not any(seen) and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_attention_is_asked_for_its_deterministic_backward() -> None:

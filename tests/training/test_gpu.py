@@ -15,6 +15,7 @@ from linvit.training.config import Config
 from linvit.training.diagnosis import Diverged
 from linvit.training.engine import Engine, Phase
 from linvit.training.processes import make_accelerator
+from linvit.training.repeating import without_cudnn_attention
 from tests.training.toys import PLAIN, ToySource, same, small_model, weights
 
 pytestmark = [
@@ -41,6 +42,18 @@ def make(
     model = small_model(plan, embed_dim=32, drop_path_rate=0.2)
     phases = [Phase(stage, loss) for stage in config.plan_of_stages()]
     return Engine(make_accelerator(config), model, config, OnDevice(), phases, folder=folder, watch=watch)
+
+
+@pytest.mark.parametrize("keys", [64, 192, 576])
+def test_gradients_of_far_logits_are_numbers(keys: int) -> None:
+    """cuDNN's are not, with so many keys on Hopper."""
+    q, k, v = (torch.randn(2, 2, keys, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q[..., 0], k[..., 0] = 1.0, -120 * 32**0.5
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    with without_cudnn_attention():
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in (q, k, v))
 
 
 class Stopped(Exception):

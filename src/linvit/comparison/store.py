@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+import linvit
 from linvit.comparison.claims import BEAT, STALE, Claim, abandoned, take
 from linvit.comparison.grid import Task
 from linvit.comparison.identity import digest
@@ -148,6 +149,7 @@ class Store:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = "" if isinstance(error, LinvitError | str) else f"{type(error).__name__}: "
+        trace = "".join(traceback.format_exception(error)) if isinstance(error, BaseException) else ""
         record = {
             "kind": "failure",
             "version": 1,
@@ -156,14 +158,21 @@ class Store:
             "label": task.label,
             "identity": task.identity,
             "command": task.command,
-            "error": kind + lines[0],
-            "traceback": "".join(traceback.format_exception(error)) if isinstance(error, BaseException) else "",
+            "error": self.portable(kind + lines[0]),
+            "traceback": self.portable(trace),
             "environment": environment(device),
             "attempt": len(self.failures(task.key)) + 1,
         }
         content = to_bytes(record)
         place(self.folder / "failures" / f"{task.key}-{hashlib.sha256(content).hexdigest()[:8]}.json", content)
         return record
+
+    def portable(self, text: str) -> str:
+        """Text without the folders of this machine, which mean nothing where the store may travel to."""
+        packages = Path(linvit.__file__).parents[1], Path(torch.__file__).parents[1]
+        for folder in (self.folder, self.folder.resolve(), *packages):
+            text = text.replace(f"{folder}{os.sep}", "")
+        return text
 
     def teacher_folder(self, key: str) -> Path:
         return self.folder / "teachers" / key

@@ -33,7 +33,7 @@ from linvit.training.mesa import Mesa
 from linvit.training.optimiser import classifier_name, clip, make_optimiser, select_trainable
 from linvit.training.phases import Phase, Step
 from linvit.training.processes import average_gradients, share_from_first
-from linvit.training.repeating import repeatable, strictly, undetermined
+from linvit.training.repeating import repeatable, strictly, undetermined, without_cudnn_attention
 from linvit.training.schedule import stage_schedule
 from linvit.training.sizes import resized
 from linvit.training.window import Window
@@ -92,6 +92,7 @@ class Engine:
         seconds = config.checkpoint_seconds
         self.keeper = Keeper(accelerator, folder, own, self.model, self.average, self.masks, seconds, models)
         self.speeds: list[float] = []
+        self.before = ""  # in words, how the last window that was logged went
         self.strict = config.deterministic
 
     @property
@@ -119,7 +120,7 @@ class Engine:
             for note in notes:
                 self.log.add("note", self.step, {"text": note})
             self.stream = self.batches()
-            with repeatable(self.config.deterministic):
+            with without_cudnn_attention(), repeatable(self.config.deterministic):
                 if restored is None:
                     self.measure()  # what conversion left, before anything is learnt
                 for phase, end in zip(self.phases, self.ends, strict=True):
@@ -276,6 +277,7 @@ class Engine:
         self.window.stop_clock()
         speed = self.window.images_per_second(self.config.batch_size)
         self.speeds += [speed] if speed is not None else []
+        self.before = f"before, the loss was {values['loss']:.3g}, the gradient's norm {values['gradient_norm']:.3g}; "
         record = {"stage": stage.name, **self.so_far(), **values, "lr": lr, "images_per_second": speed}
         kept = self.masks.take_history(self.step)
         self.log.add("train", self.step, {**record, "steps": self.steps, **({"kept": kept} if kept else {})})
@@ -317,6 +319,6 @@ class Engine:
         files = self.keeper.checkpoints.files() if self.keeper.checkpoints else []
         left = f"the last good checkpoint is {files[0]}" if files else "there was no checkpoint yet"
         began = f"it began in {where}" if where else "the step went well when it was run again"
-        message = f"the loss is no number any more in step {step + 1}: {began}; {left}"
+        message = f"the loss is no number any more in step {step + 1}: {began}; {self.before}{left}"
         self.log.add("note", self.step, {"text": message})
         raise Diverged(f"{message}; a lower lr, a clip_norm or precision=fp32 may help")
