@@ -22,6 +22,7 @@ bench() { # result, then the command; a result that is there is left alone
 }
 
 deit=(model deit_small_patch16_224 --to stella)
+sizes=(--resolution 224,224,896,1792 --batch 64,256,16,4)
 corners=(op -m stella --heads 3,12 --head-dim 16,64 --tokens 784,3136,12544)
 quadratic=(op -m relu_quadratic --batch 64 --heads 6 --head-dim 64 --tokens 784,1024,3136,12544)
 windows=(op -m relu_quadratic --bias --batch 1024 --heads 3 --head-dim 32 --tokens 49,196)
@@ -32,11 +33,11 @@ tiny=(training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_s
 
 if [ "$warm" ]; then
   export TORCHINDUCTOR_COMPILE_THREADS=4
-  for size in "224 64" "896 16" "1792 4"; do
+  for size in "224 64" "224 256" "896 16" "1792 4"; do
     read -r pixels batch <<<"$size"
     bench model-deit_small-stella "${deit[@]}" --resolution "$pixels" --batch "$batch" --modes compiled --passes training
   done
-  bench model-deit_small-stella "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled --passes inference
+  bench model-deit_small-stella "${deit[@]}" "${sizes[@]}" --modes compiled --passes inference
   bench op-stella op -m stella --preset deit --compared compiled
   for batch in 1 8 64; do
     bench op-stella-compiled "${corners[@]}" --batch $batch --compared ours,compiled
@@ -59,7 +60,7 @@ if [ "$warm" ]; then
   exit
 fi
 
-bench model-deit_small-stella "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes compiled,graph --budget 0.5
+bench model-deit_small-stella "${deit[@]}" "${sizes[@]}" --modes compiled,graph --budget 0.5
 bench op-stella-grid op -m stella --preset grid --compared ours,sdpa --budget 0.02
 bench op-stella op -m stella --preset deit --budget 0.04
 bench op-stella-compiled "${corners[@]}" --batch 1,8,64 --compared ours,compiled --budget 0.02
@@ -74,5 +75,5 @@ bench op-stella-host op -m stella --batch 1 --heads 3 --head-dim 16,64 --tokens 
 bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-relu_quadratic-bias "${windows[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
-bench model-deit_small-stella-eager "${deit[@]}" --resolution 224,896,1792 --batch 64,16,4 --modes eager --budget 0.2
+bench model-deit_small-stella-eager "${deit[@]}" "${sizes[@]}" --modes eager --budget 0.2
 bench model-swin_tiny-mixa "${swin[@]}" --resolution 224 --batch 128 --modes eager --budget 0.5

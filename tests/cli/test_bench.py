@@ -101,6 +101,25 @@ def test_model(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pyte
     assert linvit("bench", "model", "vit_tny", "-o", str(tmp_path / "other.json")).code == 2
 
 
+def test_a_wrong_model_costs_the_other_nothing(
+    linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(model, to, **options):
+        model.blocks[0].register_forward_hook(
+            lambda module, args, out: out.abs() if out.dtype == torch.float32 else out
+        )
+        return to
+
+    monkeypatch.setattr("linvit.convert", convert, raising=False)
+    path = tmp_path / "model.json"
+    asked = ["test_vit", "--resolution", "32", "--batch", "2", "--modes", "eager", "--passes", "inference"]
+    asked += ["--budget", "0.01", "--device", "cpu", "-o", str(path)]
+    assert linvit("bench", "model", *asked).code == 1
+    softmax, converted = json.loads(path.read_text())["rows"]
+    assert softmax["status"] == "ok" and softmax["images_per_second"] > 0
+    assert converted["status"] == "wrong" and "images_per_second" not in converted
+
+
 def test_compiled_training(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
     asked = ["test_vit", "--resolution", "32", "--batch", "2", "--budget", "0.01", "--passes", "training"]

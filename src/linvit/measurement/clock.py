@@ -7,9 +7,11 @@ again the cache would be measured.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
 
@@ -35,6 +37,19 @@ class Timing:
         return cls(median(samples), low, high, len(samples))
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage collection inside: after a compiler's work it takes longer than many a call."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@undisturbed()
 def eager(calls: Calls, device: torch.device, *, budget: float = 0.3, least: int = 5) -> Timing:
     """Plain calls by the host's clock. On a GPU a sample is a burst of calls: it shows what the host can send."""
     synchronise(device)
@@ -55,6 +70,7 @@ def eager(calls: Calls, device: torch.device, *, budget: float = 0.3, least: int
     return Timing.of(samples)
 
 
+@undisturbed()
 def by_turns(calls: Calls, device: torch.device, *, alone: bool, budget: float = 0.4) -> list[Timing]:
     """Different calls in turn, so that whatever happens to the machine meantime happens to all of them. `alone` waits
     after each call, which is latency; else a sample on a GPU is a burst. The budget is seconds for each call, and what

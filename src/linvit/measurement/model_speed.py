@@ -2,17 +2,18 @@
 
 The softmax model is timm's own, with its fused SDPA. Inference runs in the chosen dtype; a training step is forward,
 cross-entropy, backward and AdamW under autocast with float32 weights. Both models are first held against their own
-float64 selves on one image, a compiled training step against the eager one; one that is off gets no speed. The mode
-`graph` is the compiled model replayed as a CUDA graph, by the device's own clock: what the host needs to send the work
-is not in it.
+float64 selves on one image, a compiled training step against the eager one; one that is off gets no speed. Then they
+are timed by turns, so that whatever happens to the machine meantime happens to both. The mode `graph` is the compiled
+model replayed as a CUDA graph, by the device's own clock: what the host needs to send the work is not in it.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,23 +52,22 @@ def sweep(
         raise unknown("dtype", dtype, DTYPES)
     if "graph" in modes and device.type != "cuda":
         raise LinvitError("the mode graph needs a CUDA device: use eager or compiled")
-    build(name, resolutions[0], convert, args or {})  # what cannot be converted is told before anything is measured
+    build(name, resolutions[0], args or {}, convert)  # what cannot be converted is told before anything is measured
     for resolution, batch in zip(resolutions, batches, strict=True):
         for which in passes:
             for mode in modes:
-                for attention in ("softmax", "converted"):
-                    row = {"resolution": resolution, "batch": batch, "pass": which}
-                    row |= {"mode": mode, "attention": attention}
-                    if key(row) not in done:
-                        model = build(name, resolution, convert if attention == "converted" else None, args or {})
-                        yield row | measure(model, row, dtype, device, budget=budget)
+                setting = {"resolution": resolution, "batch": batch, "pass": which, "mode": mode}
+                rows = [{**setting, "attention": attention} for attention in ("softmax", "converted")]
+                softmax = partial(build, name, resolution, args or {})
+                models = {"softmax": softmax, "converted": partial(softmax, convert)}
+                yield from measure([row for row in rows if key(row) not in done], models, dtype, device, budget=budget)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("resolution", "batch", "pass", "mode", "attention"))
 
 
-def build(name: str, resolution: int, convert: Convert | None, args: dict[str, Any]) -> nn.Module:
+def build(name: str, resolution: int, args: dict[str, Any], convert: Convert | None = None) -> nn.Module:
     """The timm model with random weights (speed does not ask for better ones), converted if told so."""
     import timm
 
@@ -84,41 +84,72 @@ def build(name: str, resolution: int, convert: Convert | None, args: dict[str, A
 
 
 def measure(
-    model: nn.Module, row: dict[str, Any], dtype: str, device: torch.device, *, budget: float = 1.0
-) -> dict[str, Any]:
-    """One row: the error of the logits first, then images per second and peak memory, or why there are none."""
+    rows: list[dict[str, Any]],
+    models: Mapping[str, Callable[[], nn.Module]],
+    dtype: str,
+    device: torch.device,
+    *,
+    budget: float = 1.0,
+) -> list[dict[str, Any]]:
+    """The rows of one setting, a model each: the error of the logits first, then peak memory, and last the times of all
+    that are right, by turns; or why there are none."""
+    calls: list[Callable[[], object]] = []
+    found: list[dict[str, Any]] = []
     try:
-        generator = torch.Generator(device).manual_seed(0)
-        images = torch.randn(row["batch"], 3, row["resolution"], row["resolution"], generator=generator, device=device)
-        prepare = _training if row["pass"] == "training" else _inference
-        run, error = prepare(model.to(device), row, dtype, images)
-        if not error <= TOLERANCES[dtype]:
-            return {"status": "wrong", "error": min(error, 1e30)}
-        for _ in range(3):
-            run()
-        model.zero_grad(set_to_none=True)  # a step's gradients count as its own
-        peak = clock.peak_memory(run, device)
-        replayed = row["mode"] == "graph"
-        timing = clock.graph([run], budget=budget) if replayed else clock.eager([run], device, budget=budget)
-        speed = row["batch"] / timing.median * 1e3
-        return {
-            "status": "ok",
-            "error": error,
-            "images_per_second": speed,
-            "ms": asdict(timing),
-            "peak_bytes": peak,
-        }
-    except torch.OutOfMemoryError:
-        return {"status": "out of memory"}
-    except LinvitError:
-        raise
-    except Exception as reason:  # a compiler that fails must not cost the rows that are still to come
-        return {"status": "failed", "reason": f"{type(reason).__name__}: {reason}".splitlines()[0][:300]}
+        for row in rows:
+            run, result = prepare(row, models[row["attention"]], dtype, device)
+            found.append(row | result)
+            calls += [run] if run is not None else []
+        right = [row for row in found if row["status"] == "ok"]
+        try:
+            times = timed(calls, rows[0]["mode"], device, budget) if calls else []
+        except Exception as reason:  # a setting that fails must not cost those that are still to come
+            for row in right:
+                row |= why(reason)
+        else:
+            for row, timing in zip(right, times, strict=True):
+                row |= {"images_per_second": row["batch"] / timing.median * 1e3, "ms": asdict(timing)}
+        return found
     finally:
+        calls.clear()
         torch._dynamo.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def prepare(
+    row: dict[str, Any], make: Callable[[], nn.Module], dtype: str, device: torch.device
+) -> tuple[Callable[[], object] | None, dict[str, Any]]:
+    """What is to be timed, if it is right; its error and peak memory, or what is wrong."""
+    try:
+        model = make().to(device)
+        generator = torch.Generator(device).manual_seed(0)
+        images = torch.randn(row["batch"], 3, row["resolution"], row["resolution"], generator=generator, device=device)
+        run, error = (_training if row["pass"] == "training" else _inference)(model, row, dtype, images)
+        if not error <= TOLERANCES[dtype]:
+            return None, {"status": "wrong", "error": min(error, 1e30)}
+        for _ in range(3):
+            run()
+        model.zero_grad(set_to_none=True)  # a step's gradients count as its own
+        return run, {"status": "ok", "error": error, "peak_bytes": clock.peak_memory(run, device)}
+    except LinvitError:
+        raise
+    except Exception as reason:
+        return None, why(reason)
+
+
+def timed(calls: clock.Calls, mode: str, device: torch.device, budget: float) -> list[clock.Timing]:
+    if mode == "graph":
+        return [clock.graph([call], budget=budget) for call in calls]
+    return clock.by_turns(calls, device, alone=False, budget=budget)
+
+
+def why(reason: Exception) -> dict[str, Any]:
+    """Why there is no speed."""
+    if isinstance(reason, torch.OutOfMemoryError):
+        return {"status": "out of memory"}
+    return {"status": "failed", "reason": f"{type(reason).__name__}: {reason}".splitlines()[0][:300]}
 
 
 def inference_call(model: nn.Module, images: Tensor, dtype: str, *, compiled: bool = False) -> Callable[[], Tensor]:
@@ -145,7 +176,8 @@ def training_call(
     step that a CUDA graph can hold."""
     model.train()
     labels = torch.arange(len(images), device=images.device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=recorded)
+    fused = True if images.is_cuda else None  # as any training there has it: the plain one is all launches
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=recorded, fused=fused)
 
     def step() -> Tensor:
         optimiser.zero_grad(set_to_none=True)

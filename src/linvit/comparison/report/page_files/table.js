@@ -58,16 +58,16 @@ function deltaCell(row) {
   if (!row.delta) return muted(row.teacher ? "teacher" : row.candidate === "softmax" ? "baseline" : "–");
   const { mean, ends } = row.delta, clear = ends && (ends[0] > 0 || ends[1] < 0);
   const value = el("span", { class: clear ? (mean > 0 ? "better" : "worse") : null }, signed(mean, 2));
-  return [ends ? glyph(row) : null, value, muted(ends ? ` ${bounds(ends)}` : " one seed")];
+  return [value, muted(ends ? ` ${bounds(ends)}` : " one seed"), ends ? glyph(row) : null];
 }
-// The interval as a little line around zero, on one scale for all rows.
+// The interval as a little line beside zero, on one scale for all rows.
 function glyph(row) {
-  const reach = Math.max(1, ...rowsNow().flatMap((r) => (r.delta?.ends || []).map(Math.abs)));
-  const X = (v) => 48 + (v / reach) * 45, { mean, ends } = row.delta, stroke = hueOf(row.candidate);
+  const all = rowsNow().flatMap((r) => r.delta?.ends || []), low = Math.min(-1, ...all), high = Math.max(1, ...all);
+  const X = (v) => 3 + ((v - low) / (high - low)) * 60, { mean, ends } = row.delta, stroke = hueOf(row.candidate);
   return svg(
     "svg",
-    { class: "glyph", width: 96, height: 12, viewBox: "0 0 96 12", "aria-hidden": "true" },
-    svg("line", { x1: 48, x2: 48, y1: 0, y2: 12, style: { stroke: "var(--soft)", "stroke-width": 0.75 } }),
+    { class: "glyph", width: 66, height: 12, viewBox: "0 0 66 12", "aria-hidden": "true" },
+    svg("line", { x1: X(0), x2: X(0), y1: 0, y2: 12, style: { stroke: "var(--soft)", "stroke-width": 0.75 } }),
     svg("line", { x1: X(ends[0]), x2: X(ends[1]), y1: 6, y2: 6, style: { stroke, "stroke-width": 1.5 } }),
     svg("circle", { cx: X(mean), cy: 6, r: 2.75, style: { fill: stroke } }),
   );
@@ -75,11 +75,12 @@ function glyph(row) {
 
 function columnsNow() {
   const rows = rowsNow(), mode = D.settings[state.setting].mode;
-  const narrow = printing || document.documentElement.clientWidth < 700;
+  const wide = document.documentElement.clientWidth, narrow = printing || wide < 700;
+  const spared = narrow || wide < 1400 ? PLACE : []; // if all rows share them: the menus and charts say them
   const same = (column) => new Set(rows.map(column.of)).size < 2;
   const told = (column) => column.id === "name" || rows.some((row) => known(column.of(row)));
   const wanted = (column) => (!column.mode || column.mode === mode) && told(column);
-  const found = COLUMNS.filter((column) => wanted(column) && !(narrow && PLACE.includes(column.id) && same(column)));
+  const found = COLUMNS.filter((column) => wanted(column) && !(spared.includes(column.id) && same(column)));
   // Where there is little room, accuracy comes before the place it was measured at.
   const rank = ({ id }) => (id === "name" ? 0 : ["top1", "delta"].includes(id) ? 1 : 2);
   return narrow ? found.sort((a, b) => rank(a) - rank(b)) : found;
