@@ -19,6 +19,8 @@ FORMULAS = {
     "sigmoid": Formula("sigmoid", row_sum=True),
     "angular": Formula("direction", scale=1 / pi, feature_eps=1e-6, own=0.5, norm=True, norm_eps=1e-6),
     "qt": Formula("square", row_sum=True, eps=1e-15, feature_eps=1e-15),
+    "efficient": Formula("softmax"),
+    "factorised": Formula("key_softmax", scale=0.5),
     "identity": Formula("identity", scale=0.1),
 }
 every = pytest.mark.parametrize("name", FORMULAS)
@@ -38,7 +40,11 @@ def reference(
         "square": lambda x: F.normalize(x**2, dim=-1, eps=1e-300),
         "identity": lambda x: x,
     }
-    phi_q, phi_k = features[formula.feature](q), features[formula.feature](k)
+    if formula.feature in ("softmax", "key_softmax"):
+        held = k if mask is None else k.masked_fill(~mask[:, None, :, None], float("-inf"))
+        phi_q, phi_k = q.softmax(-1) if formula.feature == "softmax" else q, held.softmax(-2)
+    else:
+        phi_q, phi_k = features[formula.feature](q), features[formula.feature](k)
     keys: int | Tensor = k.shape[2]
     if mask is not None:
         keep = mask[:, None, :, None]

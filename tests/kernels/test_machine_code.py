@@ -30,7 +30,7 @@ def check(found: machine_code.Recorder, folder: Path, *, waits: bool = False) ->
 
 @compiled
 @pytest.mark.parametrize("dtype, batch, heads, tokens, dim", [(BF16, 2, 3, 197, 24), (FP16, 64, 6, 196, 64)], ids=str)
-@pytest.mark.parametrize("name", ["stella", "relu", "elu", "qt"])
+@pytest.mark.parametrize("name", ["stella", "relu", "elu", "qt", "efficient"])
 def test_linear_attention(
     name: str, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, tmp_path: Path
 ) -> None:

@@ -8,14 +8,18 @@ rows of the implied map sum to one with nothing to divide by. No scale, no tempe
     factorised   out = q / √d · (softmax_N(k)ᵀ · v)
 
 is CoaT's factorised attention (Xu et al.), which leaves the query as it is.
+
+In the fused kernel both softmaxes run inside: a key channel's exponentials, less their largest, go into the state and
+their sum divides it afterwards.
 """
 
 from torch import Tensor
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import Fusion, LinearAttention
 from linvit.attention.mechanism import Call
 from linvit.attention.normalisers import Unnormalised
 from linvit.attention.registry import register
+from linvit.kernels.linear import Formula
 
 
 @register("efficient", paper="Efficient Attention; Fair Comparison (EA); CoaT")
@@ -30,3 +34,8 @@ class Efficient(LinearAttention):
 
     def width(self, head_dim: int) -> int:
         return head_dim
+
+    def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
+        if self.variant == "softmax":
+            return Fusion(q, k, Formula("softmax"))
+        return Fusion(q, k, Formula("key_softmax", scale=q.shape[-1] ** -0.5))

@@ -24,7 +24,7 @@ from linvit.kernels.linear_launch import sort_of as sort_of
 from linvit.kernels.linear_launch import unpack
 from linvit.kernels.linear_plan import Formula, layout_of
 
-FEATURES = ("relu", "elu_plus_one", "sigmoid", "direction", "square", "identity")
+FEATURES = ("relu", "elu_plus_one", "sigmoid", "direction", "square", "softmax", "key_softmax", "identity")
 WIDEST = {2: 512, 4: 256}  # channels of a head that are served, by itemsize
 LONGEST_STRIDE = 2**22  # of tokens and channels: offsets within a block are 32-bit
 

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from linvit.kernels.linear_phases import key_gradient_phase, keys_phase, queries_phase, query_gradient_phase
-from linvit.kernels.linear_tiles import columns, load_state, save_state, tile
+from linvit.kernels.linear_tiles import averaged, columns, load_shift, load_state, over_tokens, save_state, tile
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "query_chunk", "key_chunk"])
 def forward_kernel(
-    q, k, v, out, mask, constant, state,
+    q, k, v, out, mask, constant, shift, state,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, out_b, out_h, out_n, out_d, mask_b, mask_n,
     heads, queries, keys, query_chunk, key_chunk, scale, eps, feature_eps, own, norm_eps,
     PHASE: tl.constexpr, FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CLAMP: tl.constexpr, OWN: tl.constexpr,
@@ -33,6 +33,8 @@ def forward_kernel(
     batch = pid // (BLOCKS * groups)
     first = pid % BLOCKS * VW
     k_ok, v_ok = columns(head, heads, 0, D, G, DW), columns(head, heads, first, VD, G, VW)
+    if shift is not None:
+        shift = load_shift(shift, batch, heads, head, k_ok, D, G, DW)
     v_tile = tile(v, batch, head, first, v_b, v_h, v_n, v_d, BLOCK, G, VW)
     if mask is not None:
         mask += batch.to(tl.int64) * mask_b
@@ -50,7 +52,7 @@ def forward_kernel(
             begin, end = chunk * key_chunk, min(keys, (chunk + 1) * key_chunk)
         k_tile = tile(k, batch, head, 0, k_b, k_h, k_n, k_d, BLOCK, G, DW)
         s, key_sum, value_sum, count = keys_phase(
-            k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, feature_eps,
+            k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, feature_eps,
             FEATURE, ROW_SUM, CONSTANT, PADDED, G, OPERAND, PRECISION)  # fmt: skip
         if state is not None:
             if PHASE == "keys":  # noqa: SIM114  PHASE is known when compiling, chunk is not
@@ -62,6 +64,8 @@ def forward_kernel(
         c = 0.0
         if CONSTANT:
             c = tl.load(constant).to(tl.float32)
+        if over_tokens(FEATURE):
+            s = averaged(s, key_sum)
         q_tile = tile(q, batch, head, 0, q_b, q_h, q_n, q_d, BLOCK, G, DW)
         out_tile = tile(out, batch, head, first, out_b, out_h, out_n, out_d, BLOCK, G, VW)
         begin, end = chunk * query_chunk, min(queries, (chunk + 1) * query_chunk)
@@ -73,7 +77,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "query_chunk", "key_chunk"])
 def backward_kernel(
-    q, k, v, g, dq, dk, dv, mask, constant, state, d_state,
+    q, k, v, g, dq, dk, dv, mask, constant, shift, state, d_state,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_s, dq_b, dq_h, dq_n, dk_s, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, mask_b, mask_n,
     heads, queries, keys, query_chunk, key_chunk, scale, eps, feature_eps, own, norm_eps,
@@ -92,6 +96,8 @@ def backward_kernel(
     block = pid % BLOCKS
     first = block * VW
     k_ok, v_ok = columns(head, heads, 0, D, G, DW), columns(head, heads, first, VD, G, VW)
+    if shift is not None:
+        shift = load_shift(shift, batch, heads, head, k_ok, D, G, DW)
     v_tile = tile(v, batch, head, first, v_b, v_h, v_n, v_d, BLOCK, G, VW)
     dv_tile = tile(dv, batch, head, first, dv_b, dv_h, dv_n, 1, BLOCK, G, VW)
     if mask is not None:
@@ -111,10 +117,12 @@ def backward_kernel(
         if state is None:
             k_tile = tile(k, batch, head, 0, k_b, k_h, k_n, k_d, BLOCK, G, DW)
             s, key_sum, value_sum, count = keys_phase(
-                k_tile, v_tile, mask, k_n, v_n, mask_n, 0, keys, k_ok, v_ok, feature_eps,
+                k_tile, v_tile, mask, k_n, v_n, mask_n, 0, keys, k_ok, v_ok, shift, feature_eps,
                 FEATURE, ROW_SUM, CONSTANT, PADDED, G, OPERAND, PRECISION)  # fmt: skip
         else:
             s, key_sum, value_sum, count = load_state(state + pid.to(tl.int64) * (C * V + C + 2 * V), C, V)
+        if over_tokens(FEATURE):
+            s = averaged(s, key_sum)
         q_tile = tile(q, batch, head, 0, q_b, q_h, q_n, q_d, BLOCK, G, DW)
         g_tile = tile(g, batch, head, first, g_b, g_h, g_n, g_d, BLOCK, G, VW)
         dq_tile = tile(dq + block.to(tl.int64) * dq_s, batch, head, 0, dq_b, dq_h, dq_n, 1, BLOCK, G, DW)
@@ -141,7 +149,7 @@ def backward_kernel(
         begin, end = chunk * key_chunk, min(keys, (chunk + 1) * key_chunk)
         key_gradient_phase(
             k_tile, v_tile, dk_tile, dv_tile, mask, k_n, v_n, dk_n, dv_n, mask_n, begin, end, k_ok, v_ok,
-            ds, d_key_sum, d_value_sum, c, feature_eps,
+            ds, d_key_sum, d_value_sum, c, shift, feature_eps,
             FEATURE, ROW_SUM, CONSTANT, OWN, PADDED, G, COMPUTE, PRECISION)  # fmt: skip
 
 

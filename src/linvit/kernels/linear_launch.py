@@ -11,6 +11,8 @@ from torch import Tensor
 
 from linvit.kernels.linear_plan import Formula, Layout, layout_of, plan
 
+OVER_TOKENS = ("softmax", "key_softmax")  # feature maps whose keys are a softmax over tokens
+
 
 class Launch:
     """A kernel with all its arguments but the pointers.
@@ -94,7 +96,8 @@ def prepare(
     layout = layout_of(heads, head_dim, value_dim, q.dtype.itemsize)
     programs = layout.programs(batch, heads)
     sizes = (queries, keys, processors(q.device), q.dtype.itemsize)
-    how = plan(layout, programs, *sizes, row_sum=formula.row_sum, backward=what == "backward")
+    sums = formula.row_sum or formula.feature in OVER_TOKENS
+    how = plan(layout, programs, *sizes, row_sum=sums, backward=what == "backward")
     if what == "state":
         how = replace(how, phases=("keys",))
     padded = (
@@ -170,23 +173,34 @@ def forward(
     how = remembered.get(key)
     if how is None:
         how = remembered[key] = prepare("forward", q, k, v, out.stride(), mask, formula, save and keeps_state(q, v))
+    shift = shift_of(k, mask, formula)
     if how.saves or how.split:
-        state = run_keys(how, q, k, v, out, mask, constant)
+        state = run_keys(how, q, k, v, out, mask, constant, shift)
         if how.split:
-            how.phases[1](q, k, v, out, mask, constant, state)
+            how.phases[1](q, k, v, out, mask, constant, shift, state)
         return out, state if how.saves else None
-    how.phases[0](q, k, v, out, mask, constant, None)
+    how.phases[0](q, k, v, out, mask, constant, shift, None)
     return out, None
 
 
+def shift_of(k: Tensor, mask: Tensor | None, formula: Formula) -> Tensor | None:
+    """What a softmax over tokens subtracts from its exponents: the largest of each channel, dense; otherwise None."""
+    if formula.feature not in OVER_TOKENS:
+        return None
+    if mask is not None:
+        k = k.masked_fill(~mask[:, None, :, None], float("-inf"))
+    return k.amax(2).contiguous()
+
+
 def run_keys(
-    how: Launches, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, constant: Tensor | None
-) -> Tensor:
+    how: Launches, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, constant: Tensor | None,
+    shift: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The first of the forward launches, and the state that it leaves."""
     state = partial = torch.empty((how.programs, how.layout.numbers), dtype=torch.float32, device=q.device)
     if how.add is not None:
         partial = state.new_empty(how.chunks, *state.shape)
-    how.phases[0](q, k, v, out, mask, constant, partial)
+    how.phases[0](q, k, v, out, mask, constant, shift, partial)
     if how.add is not None:
         how.add(partial, state)
     return state
@@ -204,11 +218,12 @@ def backward(
     if how is None:
         strides = grad.stride() + by_part(dq, v)[1] + by_part(dk, v)[1] + dv.stride()[:3]
         how = remembered[key] = prepare("backward", q, k, v, strides, mask, formula)
+    shift = shift_of(k, mask, formula)
     if state is None and (how.split or constant is not None):
         again = remembered.get((*key, "state"))
         if again is None:
             again = remembered[(*key, "state")] = prepare("state", q, k, v, grad.stride(), mask, formula)
-        state = run_keys(again, q, k, v, grad, mask, constant)
+        state = run_keys(again, q, k, v, grad, mask, constant, shift)
     dq_parts, dk_parts = dq, dk
     if how.layout.value_blocks > 1:
         dq_parts, dk_parts = (torch.empty(by_part(d, v)[0], dtype=torch.float32, device=d.device) for d in (dq, dk))
@@ -219,7 +234,7 @@ def backward(
             partial = state.new_empty(how.chunks, *state.shape)
     for number, launch in enumerate(how.phases):
         where = partial if number == 0 else d_state
-        launch(q, k, v, grad, dq_parts, dk_parts, dv, mask, constant, state, where)
+        launch(q, k, v, grad, dq_parts, dk_parts, dv, mask, constant, shift, state, where)
         if number == 0 and how.add is not None:
             how.add(partial, d_state)
     if how.layout.value_blocks > 1:

@@ -9,21 +9,25 @@ columns of one tile, `state = phi(k)ᵀ · v` is one matrix product, and its blo
     query gradient phase   dq, and the gradients of state and sums   reads q, d out
     key gradient phase     dk, dv                     reads k, v
 
-Each tensor is read or written once in a direction. Forward and backward kernels run both phases in one program, over
-all tokens, or over all tokens first and then one chunk; or each phase is a kernel of its own with the tokens split
-over programs and their partial states added in fixed order. All strides are free; token offsets are 64-bit.
+Each tensor is read or written once in a direction (k once more before a softmax over tokens, for its largest numbers).
+Forward and backward kernels run both phases in one program, over all tokens, or over all tokens first and then one
+chunk; or each phase is a kernel of its own with the tokens split over programs and their partial states added in fixed
+order. All strides are free; token offsets are 64-bit.
 """
 
 import triton
 import triton.language as tl
 
 from linvit.kernels.linear_tiles import (
+    averaged,
     diagonal,
     feature_gradient,
     feature_map,
     head_sums,
     kept,
+    key_features,
     load,
+    over_tokens,
     own_column,
     settled,
     spread,
@@ -33,7 +37,7 @@ from linvit.kernels.linear_tiles import (
 
 
 @triton.jit
-def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, feature_eps,
+def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, feature_eps,
                FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CONSTANT: tl.constexpr, PADDED: tl.constexpr,
                G: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """state = Σ phi(k)ᵀ · v, key_sum = Σ phi(k), value_sum = Σ v and the number of keys, over tokens begin … end."""
@@ -49,8 +53,8 @@ def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, f
         keep = kept(mask, mask_n, tokens, end)
         k = load(k_tile, start, k_n, keep, k_ok, PADDED)
         v = load(v_tile, start, v_n, keep, v_ok, PADDED)
-        f = tl.trans(feature_map(k.to(tl.float32), keep & k_ok, feature_eps, FEATURE, G).to(OPERAND))
-        if ROW_SUM:
+        f = tl.trans(key_features(k.to(tl.float32), keep & k_ok, shift, feature_eps, FEATURE, G).to(OPERAND))
+        if ROW_SUM or over_tokens(FEATURE):
             key_sums = tl.dot(f, tl.full([BLOCK, 16], 1.0, OPERAND), key_sums, input_precision=PRECISION)
         state = settled(tl.dot(f, v.to(OPERAND), state, input_precision=PRECISION))
         if CONSTANT:
@@ -109,11 +113,14 @@ def query_gradient_phase(q_tile, g_tile, v_tile, dq_tile, dv_tile, mask, q_n, g_
                          COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Gradients of state and sums over the queries begin … end; writes dq, and own·dy into dv, in own_begin … own_end.
 
-    The row sum's gradient needs d out · out, which is phi(q) · (d out · stateᵀ) / row sum: no output is read back.
+    The row sum's gradient needs d out · out, which is phi(q) · (d out · stateᵀ) / row sum: no output is read back. Of a
+    softmax over tokens the state is the averaged one, and the gradients are those of the sums that it was made of:
+    d Σ exp(k)ᵀ·v = d state / Σ exp(k), and d Σ exp(k) = −state · d state / Σ exp(k).
     """
     BLOCK: tl.constexpr = q_tile.shape[0]
     C: tl.constexpr = state.shape[0]
     V: tl.constexpr = state.shape[1]
+    whole = state
     state = state.to(COMPUTE)
     d_state = tl.zeros([C, V], tl.float32)
     d_key_sums = tl.zeros([C, 16 if G < 16 else G], tl.float32)
@@ -164,12 +171,18 @@ def query_gradient_phase(q_tile, g_tile, v_tile, dq_tile, dv_tile, mask, q_n, g_
         store(dq_tile, start, dq_n, feature_gradient(q, f, df, feature_eps, FEATURE, G), ours, q_ok, PADDED)
     if not ROW_SUM:
         d_state *= scale
-    return diagonal(d_state, G), own_column(d_key_sums, G), d_value_sum, d_count
+    d_state = diagonal(d_state, G)
+    if over_tokens(FEATURE):
+        d_state = averaged(d_state, key_sum)
+        d_key_sum = -tl.sum(whole * d_state.to(COMPUTE).to(tl.float32), 1)
+    else:
+        d_key_sum = own_column(d_key_sums, G)
+    return d_state, d_key_sum, d_value_sum, d_count
 
 
 @triton.jit
 def key_gradient_phase(k_tile, v_tile, dk_tile, dv_tile, mask, k_n, v_n, dk_n, dv_n, mask_n, begin, end, k_ok, v_ok,
-                       d_state, d_key_sum, d_value_sum, constant, feature_eps,
+                       d_state, d_key_sum, d_value_sum, constant, shift, feature_eps,
                        FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CONSTANT: tl.constexpr, OWN: tl.constexpr,
                        PADDED: tl.constexpr, G: tl.constexpr,
                        COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -182,11 +195,11 @@ def key_gradient_phase(k_tile, v_tile, dk_tile, dv_tile, mask, k_n, v_n, dk_n, d
         keep = kept(mask, mask_n, tokens, end)
         k = load(k_tile, start, k_n, keep, k_ok, PADDED).to(tl.float32)
         v = load(v_tile, start, v_n, keep, v_ok, PADDED)
-        f = feature_map(k, keep & k_ok, feature_eps, FEATURE, G)
+        f = key_features(k, keep & k_ok, shift, feature_eps, FEATURE, G)
         df = tl.dot(v.to(COMPUTE), tl.trans(d_state), input_precision=PRECISION)
-        if ROW_SUM:
+        if ROW_SUM or over_tokens(FEATURE):
             df += d_key_sum[None, :]
-        dk = feature_gradient(k, f, df, feature_eps, FEATURE, G)
+        dk = f * df if over_tokens(FEATURE) else feature_gradient(k, f, df, feature_eps, FEATURE, G)
         dv = tl.dot(f.to(COMPUTE), d_state, input_precision=PRECISION)
         if CONSTANT:
             dv += constant * d_value_sum[None, :]

@@ -26,6 +26,12 @@ def head_sums(x, G: tl.constexpr):
 
 
 @triton.jit
+def head_maxima(x, G: tl.constexpr):
+    """The largest of each head's columns: (rows, G·width) to (rows, G)."""
+    return tl.max(x, 1)[:, None] if G == 1 else tl.max(tl.reshape(x, [x.shape[0], G, x.shape[1] // G]), 2)
+
+
+@triton.jit
 def spread(x, G: tl.constexpr, WIDTH: tl.constexpr):
     """A number per head to each of its columns: (rows, G) to (rows, G·WIDTH), or (rows, 1) which broadcasts."""
     if G > 1:
@@ -48,9 +54,39 @@ def feature_map(x, ok, eps, FEATURE: tl.constexpr, G: tl.constexpr):
     elif FEATURE == "square":
         u = x / spread(tl.sqrt(head_sums(x * x, G)) + eps, G, W)
         f = u * u / spread(tl.sqrt(head_sums(u * u * u * u, G)) + eps, G, W)
+    elif FEATURE == "softmax":
+        most = spread(head_maxima(tl.where(ok, x, -3e38), G), G, W)
+        f = tl.where(ok, tl.exp(x - most), 0.0)
+        f = f / spread(tl.maximum(head_sums(f, G), 1e-30, propagate_nan=tl.PropagateNan.ALL), G, W)
     else:
         f = x
     return f
+
+
+@triton.constexpr_function
+def over_tokens(FEATURE):
+    """Whether the keys' features are a softmax over tokens, with or without the queries' over channels."""
+    return FEATURE == "softmax" or FEATURE == "key_softmax"
+
+
+@triton.jit
+def key_features(k, ok, shift, eps, FEATURE: tl.constexpr, G: tl.constexpr):
+    """phi(k); of a softmax over tokens exp(k − shift), still to be divided by its sum over the tokens."""
+    return tl.where(ok, tl.exp(k - shift), 0.0) if over_tokens(FEATURE) else feature_map(k, ok, eps, FEATURE, G)
+
+
+@triton.jit
+def load_shift(ptr, batch, heads, head, ok, DIM: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr):
+    """Of dense (batch, heads, DIM) those of a tile's columns: (1, G·WIDTH)."""
+    column = tl.arange(0, G * WIDTH)
+    place = (batch.to(tl.int64) * heads + head) * DIM + column // WIDTH * DIM + column % WIDTH
+    return tl.load(ptr + place[None, :], mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def averaged(state, key_sum):
+    """A state divided by its keys' sums, zero where there are no keys."""
+    return state * tl.where(key_sum == 0, 0.0, 1 / key_sum)[:, None]
 
 
 @triton.jit
@@ -72,6 +108,8 @@ def feature_gradient(x, f, df, eps, FEATURE: tl.constexpr, G: tl.constexpr):
         u = x / spread(length, G, W)
         length *= tl.sqrt(head_sums(u * u * u * u, G)) + eps
         dx = 2 * u * (df - f * spread(head_sums(f * df, G), G, W)) / spread(length, G, W)
+    elif FEATURE == "softmax":
+        dx = f * (df - spread(head_sums(f * df, G), G, W))
     else:
         dx = df
     return dx
