@@ -27,6 +27,7 @@ corners=(op -m stella --heads 3,12 --head-dim 16,64 --tokens 784,3136,12544)
 quadratic=(op -m relu_quadratic --batch 64 --heads 6 --head-dim 64 --tokens 784,1024,3136,12544)
 windows=(op -m relu_quadratic --bias --batch 1024 --heads 3 --head-dim 32 --tokens 49,196)
 swin=(model swin_tiny_patch4_window7_224 --to mixa --model-arg window_size=14)
+efficient=(op -m efficient --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136,12544)
 mobile=(op -m mobile --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136)
 
 tiny=(training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_size=8 --data "$images")
@@ -49,6 +50,7 @@ if [ "$warm" ]; then
   bench op-relu_quadratic "${quadratic[@]}" --compared ours
   bench op-relu_quadratic-bias "${windows[@]}" --compared ours
   bench op-mobile "${mobile[@]}" --compared ours
+  bench op-efficient "${efficient[@]}" --compared ours
   if [ "$images" ]; then
     for recipe in distil fast; do
       for some in mixa,stella relu_linear,castling qt,mobile efficient,xca; do
@@ -75,5 +77,6 @@ bench op-stella-host op -m stella --batch 1 --heads 3 --head-dim 16,64 --tokens 
 bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-relu_quadratic-bias "${windows[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
+bench op-efficient "${efficient[@]}" --compared ours,sdpa,reference --budget 0.04
 bench model-deit_small-stella-eager "${deit[@]}" "${sizes[@]}" --modes eager --budget 0.2
 bench model-swin_tiny-mixa "${swin[@]}" --resolution 224 --batch 128 --modes eager --budget 0.5
