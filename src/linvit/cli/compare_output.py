@@ -43,9 +43,7 @@ def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_
     out.print(made)
     runs, left = sum(len(row.tasks) for row in guess.rows), sum(len(row.left) for row in guess.rows)
     waiting = sum(not finished for _, finished in timings)
-    out.print(
-        f"{runs} runs, {left} of them left; {waiting} of {len(timings)} candidates to time, up to a minute each."
-    )
+    out.print(f"{runs} runs, {left} of them left; {waiting} of {len(timings)} candidates to time, up to a minute each.")
     if guess.seconds is None:
         out.print(guess.how[0].upper() + guess.how[1:] + ".")
     else:
