@@ -73,6 +73,27 @@ def test_half_precision_against_float64(case: Case, dtype: torch.dtype) -> None:
 
 
 @every
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_in_bfloat16(case: Case, masked: bool) -> None:
+    """Of q, k, v and every parameter, beside those of float64."""
+    grid = supported(case, TokenGrid(7, 6, 1))
+    mechanism = case.build(grid)
+    if masked and not mechanism.capabilities.key_mask:
+        return
+    mask = torch.arange(grid.tokens).expand(2, -1) < torch.tensor([[grid.tokens], [grid.tokens - 9]]) if masked else None
+    exact = copy.deepcopy(mechanism).double()
+    found = []
+    for made, dtype in ((mechanism, torch.bfloat16), (exact, torch.float64)):
+        tensors = tuple(t.to(dtype).requires_grad_() for t in inputs(grid, dtype=torch.bfloat16))
+        out = call(made, tensors, grid, mask=mask)
+        (out.double() * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)).sum().backward()
+        found.append([t.grad for t in (*tensors, *made.parameters())])
+    for ours, wanted in zip(*found, strict=True):
+        assert (ours is None) == (wanted is None)
+        assert ours is None or (ours.double() - wanted).norm() < 3e-2 * wanted.norm() + 1e-3
+
+
+@every
 def test_model_in_bfloat16(case: Case) -> None:
     """model.bfloat16() turns the parameters too; the output stays near that of float32."""
     grid = supported(case, TokenGrid(6, 6, 1))

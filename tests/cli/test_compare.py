@@ -58,6 +58,9 @@ def test_a_comparison_from_end_to_end(linvit: Callable[..., Outcome], tiny: str,
     shown = linvit("compare", "-o", store)
     assert shown.code == 0, shown.err
     assert "softmax" in shown.out and "6 result files" in shown.out and "[6/6]" in shown.err
+    over = linvit("compare", tiny, "-o", store, "--dry-run", "--json").json
+    assert over["left"] == 0 and [timing["finished"] for timing in over["timings"]] == [True, True]
+    assert not any(timing["finished"] for timing in grid["timings"])
     again = linvit("compare", "-o", store, "--json").json
     assert not again["done"] and len(again["earlier"]) == 6 and not again["failed"]
     rows = {row["candidate"]: row for row in again["rows"]}

@@ -46,6 +46,33 @@ class Fastformer(Mechanism):
         global_key = self.pool(pooled, self.key_score(mixed), call)
         return global_key * (q if self.original else v)
 
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        """In bfloat16 as it comes, every tensor read where it lies.
+
+        The heads are side by side in one matrix product, of which the blocks on the diagonal count, and the global
+        query goes into the score's weight, so that q_g ⊙ k is not made.
+        """
+        if self.impl == "triton" or q.dtype != torch.bfloat16:
+            return None
+        rows_q, rows_k = (t.transpose(1, 2).flatten(2) for t in (q, k))
+        weight, bias = self.query_score.spread()
+        global_query = self.pool_rows(rows_q, rows_q @ weight.to(q.dtype) + bias, call)
+        weight, bias = self.key_score.spread()
+        weight = weight * global_query.flatten(1).unsqueeze(-1)
+        global_key = self.pool_rows(rows_k, rows_k @ weight.to(k.dtype) + bias, call)
+        if self.original:
+            global_key = global_key * global_query
+        return global_key.to(v.dtype).unsqueeze(2) * (q if self.original else v)
+
+    def pool_rows(self, x: Tensor, scores: Tensor, call: Call) -> Tensor:
+        """`pool` of `(batch, tokens, heads · head_dim)` by `(batch, tokens, heads)`: `(batch, heads, head_dim)`."""
+        heads = scores.shape[-1]
+        scores = scores.float() * (x.shape[-1] // heads) ** -0.5
+        if call.mask is not None:
+            scores = scores.masked_fill(~call.mask.unsqueeze(-1), float("-inf"))
+        pooled = (scores.softmax(1).to(x.dtype).transpose(1, 2) @ x).float().unflatten(-1, (heads, -1))
+        return pooled.diagonal(dim1=1, dim2=2).transpose(1, 2)
+
     def pool(self, x: Tensor, scores: Tensor, call: Call) -> Tensor:
         """The average of x over the tokens, weighted by the softmax of `scores`: `(batch, heads, 1, head_dim)`."""
         weights = call.keep(scores * x.shape[-1] ** -0.5, float("-inf")).softmax(-2)
@@ -80,6 +107,10 @@ class AllChannels(nn.Linear):
         scores = F.linear(joined, self.weight.to(x.dtype), self.bias.to(x.dtype))
         return scores.transpose(1, 2).unsqueeze(-1)
 
+    def spread(self) -> tuple[Tensor, Tensor | float]:
+        """Weight (channels of all heads, heads) and bias, in float32."""
+        return self.weight.float().T, self.bias.float()
+
 
 class PerHead(nn.Module):
     """One score per head from its own channels, without bias."""
@@ -90,3 +121,7 @@ class PerHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.to(x.dtype).unsqueeze(-1)
+
+    def spread(self) -> tuple[Tensor, Tensor | float]:
+        """As of `AllChannels`, zero where a channel is another head's."""
+        return torch.block_diag(*self.weight.float().unsqueeze(-1)), 0.0

@@ -52,6 +52,14 @@ class Linformer(Mechanism):
         low_v = along_tokens(self.for_values or self.for_keys, call.keep(v))
         return self.attention(q, k, call) @ low_v.transpose(-2, -1)
 
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        """By PyTorch's softmax attention over the few; float16 has too small a range for sums over tokens."""
+        if self.impl == "triton" or q.dtype == torch.float16:
+            return None
+        low_k = few_rows(self.for_keys, call.keep(k))
+        low_v = few_rows(self.for_values or self.for_keys, call.keep(v))
+        return F.scaled_dot_product_attention(q, low_k, low_v)
+
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         weight = (self.for_values or self.for_keys).weight
         implied = self.attention(q, k, call) @ weight.to(q.dtype)
@@ -77,3 +85,11 @@ def along_tokens(projection: TokenProjection | nn.Linear, x: Tensor) -> Tensor:
     bias = projection.bias
     weight = projection.weight.to(x.dtype)
     return F.linear(x.transpose(-2, -1), weight, None if bias is None else bias.to(x.dtype))
+
+
+def few_rows(projection: TokenProjection | nn.Linear, x: Tensor) -> Tensor:
+    """The same as `(batch, heads, rank, channels)`, from tokens with their heads side by side, as they often lie."""
+    rows = projection.weight.to(x.dtype) @ x.transpose(1, 2).flatten(2)
+    if projection.bias is not None:
+        rows = rows + projection.bias.to(x.dtype).unsqueeze(-1)
+    return rows.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)

@@ -63,18 +63,20 @@ class Performer(LinearAttention):
             head.copy_(rows)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        scale = q.shape[-1] ** -0.25
-        (q_rows, q_square), (k_rows, k_square) = self.project(q * scale), self.project(k * scale)
+        (q_rows, q_square), (k_rows, k_square) = self.project(q), self.project(k)
         if self.variant == "fair":
-            return (q_rows - q_square).exp() * self.count**-0.5, (k_rows - k_square).exp() * self.count**-0.5
+            factor = math.log(self.count) / 2  # m^-½, in the exponent
+            return (q_rows - (q_square + factor)).exp(), (k_rows - (k_square + factor)).exp()
         largest = call.keep(k_rows, float("-inf")).amax((-2, -1), keepdim=True)
         phi_q = (q_rows - q_square - q_rows.amax(-1, keepdim=True)).exp() + self.eps
         phi_k = call.keep(k_rows - k_square - largest).exp() + self.eps
         return phi_q * self.count**-0.5, phi_k * self.count**-0.5
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """W·x and ‖x‖²/2."""
-        return x @ self.projection.to(x.dtype).transpose(-2, -1), x.square().sum(-1, keepdim=True) / 2
+        """W·x and ‖x‖²/2 of x·d^-¼."""
+        scale = x.shape[-1] ** -0.25
+        rows = x @ (self.projection.to(x.dtype) * scale).transpose(-2, -1)
+        return rows, torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() * (scale**2 / 2)
 
     def width(self, head_dim: int) -> int:
         return self.count

@@ -138,16 +138,22 @@ class Tiling:
     def cut(self, x: Tensor) -> Tensor:
         """Patches `(batch, heads, patches, channels)` as `(batch, heads, windows, places, channels)`, zeros behind."""
         below, beyond = self.rows * self.height - self.grid.height, self.columns * self.width - self.grid.width
-        x = F.pad(x.unflatten(2, (self.grid.height, self.grid.width)), (0, 0, 0, beyond, 0, below))
-        x = x.roll((-self.down, -self.right), (2, 3))
+        x = x.unflatten(2, (self.grid.height, self.grid.width))
+        if below or beyond:
+            x = F.pad(x, (0, 0, 0, beyond, 0, below))
+        x = self.rolled(x, -self.down, -self.right)
         x = x.unflatten(3, (self.columns, self.width)).unflatten(2, (self.rows, self.height)).transpose(3, 4)
         return x.flatten(2, 3).flatten(3, 4)
 
     def join(self, x: Tensor) -> Tensor:
         """The inverse of `cut`."""
         x = x.unflatten(3, (self.height, self.width)).unflatten(2, (self.rows, self.columns)).transpose(3, 4)
-        x = x.flatten(4, 5).flatten(2, 3).roll((self.down, self.right), (2, 3))
+        x = self.rolled(x.flatten(4, 5).flatten(2, 3), self.down, self.right)
         return x[:, :, : self.grid.height, : self.grid.width].flatten(2, 3)
+
+    def rolled(self, x: Tensor, down: int, right: int) -> Tensor:
+        """Moved along the grid, round its edges; by nothing, it is not copied."""
+        return x.roll((down, right), (2, 3)) if down or right else x
 
     def neighbours(self, device: torch.device) -> Tensor:
         """Which places of a window see each other, `(1, 1, windows, places, places)`: not across the wrap."""

@@ -62,6 +62,20 @@ class CrossCovariance(Mechanism):
         attention = (q.transpose(-2, -1) @ k * scale).softmax(-1)
         return v @ attention.transpose(-2, -1)
 
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+        """In bfloat16 as it comes: matrix units add in float32, and what is d × d or shorter is float32 here too."""
+        if self.impl == "triton" or q.dtype != torch.bfloat16:
+            return None
+        q, k = call.keep(q), call.keep(k)
+        scores = (q.transpose(-2, -1) @ k).float()
+        if self.variant == "xcit":
+            lengths = (torch.linalg.vector_norm(t, dim=-2, dtype=torch.float32).clamp_min(self.eps) for t in (q, k))
+            query, key = lengths
+            scores = scores * (self.temperature.float()[:, None, None] / (query.unsqueeze(-1) * key.unsqueeze(-2)))
+        else:
+            scores = scores * (call.keys.float() if isinstance(call.keys, Tensor) else call.keys) ** -0.5
+        return v @ scores.softmax(-1).to(v.dtype).transpose(-2, -1)
+
     def between(self, x: Tensor, grid: TokenGrid) -> Tensor:
         return x if self.lpi is None else self.lpi(x, grid)
 

@@ -30,7 +30,7 @@ def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     guess = estimate(tasks, store, request.data, device)
-    timings = [task for task in tasks if task.kind == "speed"]
+    timings = [(t, store is not None and store.finished(t)) for t in tasks if t.kind == "speed"]
     if as_json:
         print_json(grid_json(guess, timings, request))
         return
@@ -42,7 +42,8 @@ def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_
     out = console()
     out.print(made)
     runs, left = sum(len(row.tasks) for row in guess.rows), sum(len(row.left) for row in guess.rows)
-    out.print(f"{runs} runs, {left} of them left; {len(timings)} candidates to time, a minute or so each.")
+    waiting = sum(not finished for _, finished in timings)
+    out.print(f"{runs} runs, {left} of them left; {waiting} of {len(timings)} candidates to time, up to a minute each.")
     if guess.seconds is None:
         out.print(guess.how[0].upper() + guess.how[1:] + ".")
     else:
@@ -63,7 +64,7 @@ def grid_cells(row: Row) -> list[str]:
     return [name, *size, str(row.tokens or "–"), str(len(row.left)), spent]
 
 
-def grid_json(guess: Guess, timings: Sequence[Task], request: Request) -> dict[str, Any]:
+def grid_json(guess: Guess, timings: Sequence[tuple[Task, bool]], request: Request) -> dict[str, Any]:
     rows = [
         {
             **{name: getattr(row, name) for name in ("kind", "candidate", "mode", "patch", "size")},
@@ -76,7 +77,7 @@ def grid_json(guess: Guess, timings: Sequence[Task], request: Request) -> dict[s
         "rows": rows,
         "runs": sum(len(row.tasks) for row in guess.rows),
         "left": sum(len(row.left) for row in guess.rows),
-        "timings": [{"key": task.key, "candidate": task.label["candidate"]} for task in timings],
+        "timings": [{"key": t.key, "candidate": t.label["candidate"], "finished": f} for t, f in timings],
         "seconds": guess.seconds,
         "estimated": guess.how,
         "left_out": [vars(row) for row in request.left_out],
