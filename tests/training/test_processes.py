@@ -18,8 +18,10 @@ SETTINGS = {"optimiser": "sgd", "clip_norm": 0.5, "ema": 0.5, "accumulate": 2, "
 SCRIPT = f"""
 import sys
 from pathlib import Path
+from linvit.training.processes import part
 from tests.training.toys import train
 train(folder=Path(sys.argv[1]), **{SETTINGS})
+part()
 """
 
 
