@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from linvit.attention import Mechanism, Size, TokenGrid
 from linvit.attention.mechanism import Call, regroup
 from linvit.errors import LinvitError
-from tests.attention.cases import Case, call, cases, inputs, relative_rms
+from tests.attention.cases import Case, call, cases, every, inputs, relative_rms, supported
 
-every = pytest.mark.parametrize("case", cases(), ids=str)
 GRIDS = [
     TokenGrid(1, 1),
     TokenGrid(1, 7),
@@ -25,11 +23,6 @@ GRIDS = [
     TokenGrid(5, 9, 5),
     TokenGrid(12, 3),
 ]
-
-
-def supported(case: Case, grid: TokenGrid) -> TokenGrid:
-    """The grid, without its prefix where the mechanism has no place for one."""
-    return grid if case.build(grid).capabilities.prefix else replace(grid, prefix=0)
 
 
 @every
@@ -58,64 +51,6 @@ def test_strides_do_not_matter(case: Case) -> None:
     out = call(mechanism, (q, k, v, x), grid)
     plain = call(mechanism, (q.contiguous(), k.contiguous(), v.contiguous(), x), grid)
     torch.testing.assert_close(out, plain)
-
-
-@every
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_against_float64(case: Case, dtype: torch.dtype) -> None:
-    grid = supported(case, TokenGrid(14, 14, 1))
-    mechanism = case.build(grid)
-    tensors = inputs(grid, dtype=dtype)
-    out = call(mechanism, tensors, grid)
-    exact = call(copy.deepcopy(mechanism).double(), tuple(t.double() for t in tensors), grid)
-    assert out.dtype == dtype
-    assert relative_rms(out, exact) < (2e-3 if dtype == torch.float16 else 8e-3)
-
-
-@every
-@pytest.mark.parametrize("masked", [False, True])
-def test_gradients_in_bfloat16(case: Case, masked: bool) -> None:
-    """Of q, k, v and every parameter, beside those of float64."""
-    grid = supported(case, TokenGrid(7, 6, 1))
-    mechanism = case.build(grid)
-    if masked and not mechanism.capabilities.key_mask:
-        return
-    kept = torch.tensor([[grid.tokens], [grid.tokens - 9]])
-    mask = torch.arange(grid.tokens) < kept if masked else None
-    exact = copy.deepcopy(mechanism).double()
-    found = []
-    for made, dtype in ((mechanism, torch.bfloat16), (exact, torch.float64)):
-        tensors = tuple(t.to(dtype).requires_grad_() for t in inputs(grid, dtype=torch.bfloat16))
-        out = call(made, tensors, grid, mask=mask)
-        (out.double() * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)).sum().backward()
-        found.append([t.grad for t in (*tensors, *made.parameters())])
-    for ours, wanted in zip(*found, strict=True):
-        assert (ours is None) == (wanted is None)
-        assert ours is None or (ours.double() - wanted).norm() < 3e-2 * wanted.norm() + 1e-3
-
-
-@every
-def test_model_in_bfloat16(case: Case) -> None:
-    """model.bfloat16() turns the parameters too; the output stays near that of float32."""
-    grid = supported(case, TokenGrid(6, 6, 1))
-    mechanism = case.build(grid)
-    tensors = inputs(grid, dtype=torch.bfloat16)
-    out = call(copy.deepcopy(mechanism).bfloat16(), tensors, grid)
-    assert out.dtype == torch.bfloat16
-    assert relative_rms(out, call(mechanism, tuple(t.float() for t in tensors), grid)) < 5e-2
-
-
-@every
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_many_tokens_stay_finite(case: Case, dtype: torch.dtype) -> None:
-    grid = TokenGrid(256, 256)
-    can = case.build(TokenGrid(4, 4)).capabilities
-    if not (can.linear and can.normalised):
-        assert not (can.linear and can.normalised)
-        return
-    mechanism = case.build(grid, heads=1)
-    tensors = inputs(grid, heads=1, batch=1, dtype=dtype, scale=4.0)
-    assert call(mechanism, tensors, grid).isfinite().all()
 
 
 @every
@@ -253,18 +188,6 @@ def test_triton_is_never_replaced_in_silence(case: Case) -> None:
     grid = supported(case, TokenGrid(4, 4, 1))
     with pytest.raises(LinvitError, match="Triton kernel"):
         call(case.build(grid, impl="triton"), inputs(grid), grid)
-
-
-@every
-def test_autocast_stays_outside(case: Case) -> None:
-    grid = supported(case, TokenGrid(4, 4, 1))
-    mechanism = case.build(grid)
-    tensors = inputs(grid)
-    plain = call(mechanism, tensors, grid)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = call(mechanism, tensors, grid)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, plain)
 
 
 class Fixed(nn.Module):

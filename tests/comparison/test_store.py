@@ -74,6 +74,13 @@ def test_a_failure_names_no_folder_of_the_machine(tmp_path: Path) -> None:
     assert str(Path(linvit.__file__).parents[1]) not in traced["traceback"]
 
 
+def test_a_relative_store_is_not_taken_for_the_end_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = Store(Path("a"))
+    text = f"data/photos, {tmp_path / 'a' / 'work' / 'x.safetensors'}, a/runs and ../a/runs"
+    assert store.portable(text) == "data/photos, work/x.safetensors, runs and ../a/runs"
+
+
 def test_damaged_and_foreign_files_are_noted(tmp_path: Path) -> None:
     store, task, cut = Store(tmp_path), make_task(1), make_task(2)
     store.write(task, make_result(task))

@@ -46,18 +46,18 @@ class Linformer(Mechanism):
     def attention(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         """`(batch, heads, queries, rank)`, rows summing to one."""
         low_k = along_tokens(self.for_keys, call.keep(k))
-        return (q @ low_k * q.shape[-1] ** -0.5).softmax(-1)
+        return (q @ low_k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         low_v = along_tokens(self.for_values or self.for_keys, call.keep(v))
-        return self.attention(q, k, call) @ low_v.transpose(-2, -1)
+        return self.attention(q, k, call) @ low_v
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         """By PyTorch's softmax attention over the few; float16 has too small a range for sums over tokens."""
         if self.impl == "triton" or q.dtype == torch.float16:
             return None
-        low_k = few_rows(self.for_keys, call.keep(k))
-        low_v = few_rows(self.for_values or self.for_keys, call.keep(v))
+        low_k = along_tokens(self.for_keys, call.keep(k))
+        low_v = along_tokens(self.for_values or self.for_keys, call.keep(v))
         return F.scaled_dot_product_attention(q, low_k, low_v)
 
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
@@ -81,14 +81,7 @@ class TokenProjection(nn.Module):
 
 
 def along_tokens(projection: TokenProjection | nn.Linear, x: Tensor) -> Tensor:
-    """`(batch, heads, channels, rank)` from x's tokens, in x's dtype: a sum over many tokens."""
-    bias = projection.bias
-    weight = projection.weight.to(x.dtype)
-    return F.linear(x.transpose(-2, -1), weight, None if bias is None else bias.to(x.dtype))
-
-
-def few_rows(projection: TokenProjection | nn.Linear, x: Tensor) -> Tensor:
-    """The same as `(batch, heads, rank, channels)`, from tokens with their heads side by side, as they often lie."""
+    """`(batch, heads, rank, channels)` from x's tokens in x's dtype, heads side by side as they often lie."""
     rows = projection.weight.to(x.dtype) @ x.transpose(1, 2).flatten(2)
     if projection.bias is not None:
         rows = rows + projection.bias.to(x.dtype).unsqueeze(-1)

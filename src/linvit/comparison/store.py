@@ -170,8 +170,8 @@ class Store:
     def portable(self, text: str) -> str:
         """Text without the folders of this machine, which mean nothing where the store may travel to."""
         packages = Path(linvit.__file__).parents[1], Path(torch.__file__).parents[1]
-        for folder in (self.folder, self.folder.resolve(), *packages):
-            text = text.replace(f"{folder}{os.sep}", "")
+        for folder in (self.folder.resolve(), self.folder, *packages):
+            text = re.sub(rf"(?<![\w./-]){re.escape(f'{folder}{os.sep}')}", "", text)  # whole paths, not ends of others
         return text
 
     def teacher_folder(self, key: str) -> Path:
