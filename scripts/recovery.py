@@ -14,6 +14,8 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +93,13 @@ def tables(found: Cells, speeds: Speeds) -> str:
         alike = [number(cell and cell.mean("conversion", "agreement")) for cell in ends]
         near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
         times = [speeds.get((recipe, name.partition(":")[0])) for recipe in (PLAIN, FAST)]
-        lasted.append([f"`{name}`", *(number(most / speed if speed else None) for speed in times)])
+        ahead = [ahead_in_time(found, speeds, name, budget) for budget in budgets(found)]
+        lasted.append([f"`{name}`", *(number(most / speed if speed else None) for speed in times), *ahead])
     seconds = (
-        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself.",
-        grid(["candidate", PLAIN, FAST], lasted),
+        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself; and {FAST} − "
+        f"{PLAIN} in points if both take the time that {FAST} takes for so many epochs, {PLAIN} read off the line between "
+        "two budgets over the logarithm of time.",
+        grid(["candidate", PLAIN, FAST, *(f"same seconds, {budget}" for budget in budgets(found))], lasted),
     )
     return "\n\n".join((
         "Top-1 in percent, means over seeds: right after the conversion, and after so many epochs.",
@@ -146,6 +151,21 @@ def apart(found: Cells, a: tuple[str, str, int], b: tuple[str, str, int]) -> str
         return ""
     text = f"{made.mean:+.1f}"
     return text if made.interval is None else f"{text} [{made.interval[0]:+.1f}, {made.interval[1]:+.1f}]"
+
+
+def ahead_in_time(found: Cells, speeds: Speeds, name: str, budget: int) -> str:
+    """How far the fast recipe is above the plain one that takes as long, where that lies between two of its budgets."""
+    mechanism = name.partition(":")[0]
+    fast, plain = speeds.get((FAST, mechanism)), speeds.get((PLAIN, mechanism))
+    cell = found.get((name, FAST, budget))
+    if not (fast and plain and cell):
+        return ""
+    points = [(log(b / plain), c.top1) for b in budgets(found) if (c := found.get((name, PLAIN, b)))]
+    time = log(budget / fast)
+    for (before, low), (after, high) in pairwise(points):
+        if before <= time <= after:
+            return f"{cell.top1 - low - (high - low) * (time - before) / (after - before):+.1f}"
+    return ""
 
 
 def read_speeds(files: Iterable[Path]) -> Speeds:

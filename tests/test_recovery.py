@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 from scripts import recovery
@@ -65,6 +66,17 @@ def test_tables_and_picture(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("# Results\n") and text.endswith("The end.\n") and "old" not in text
     assert rows_of(text) == rows
+
+
+def test_recipes_at_the_same_seconds(tmp_path: Path) -> None:
+    found = recovery.cells(recovery.read([store(tmp_path / "store")]).runs)
+    speeds = {("distil", "stella"): 2.0, ("fast", "stella"): 1.0}
+    plain = [found["stella", "distil", epochs].top1 for epochs in (2, 20)]  # after 1 and 10 seconds
+    share = math.log10(2)  # of the way from the one to the other that 2 seconds are
+    wanted = found["stella", "fast", 2].top1 - plain[0] - share * (plain[1] - plain[0])
+    assert recovery.ahead_in_time(found, speeds, "stella", 2) == f"{wanted:+.1f}"
+    assert recovery.ahead_in_time(found, speeds, "stella", 20) == ""  # plain distillation was never run so long
+    assert recovery.ahead_in_time(found, speeds, "softmax", 2) == ""  # never timed
 
 
 def test_one_budget_is_drawn_too(tmp_path: Path) -> None:
