@@ -97,8 +97,8 @@ def tables(found: Cells, speeds: Speeds) -> str:
         lasted.append([f"`{name}`", *(number(most / speed if speed else None) for speed in times), *ahead])
     seconds = (
         f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself; and {FAST} − "
-        f"{PLAIN} in points if both take the time that {FAST} takes for so many epochs, {PLAIN} read off the line between "
-        "two budgets over the logarithm of time.",
+        f"{PLAIN} in points if both take the time that {FAST} takes for so many epochs, {PLAIN} read off the line "
+        "between two budgets over the logarithm of time.",
         grid(["candidate", PLAIN, FAST, *(f"same seconds, {budget}" for budget in budgets(found))], lasted),
     )
     return "\n\n".join((

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from linvit.training.logs import read_log
 from tests.cli.conftest import Outcome
@@ -80,6 +83,58 @@ def broken(path: Path) -> Path:
     folder_of(path, train={"a": 4, "b": 4}, val={"a": 2, "b": 2})
     (path / "train" / "a" / "1.png").write_text("no picture")
     return path
+
+
+def test_without_labels(linvit: Linvit, tmp_path: Path) -> None:
+    """Images in no class folder are learnt from the teacher alone: the same weights, to the bit, as with labels of no
+    weight, and what is measured is the agreement with the teacher."""
+    photos = folder_of(tmp_path / "photos", train={"a": 12}, val={"a": 6})
+    loose = tmp_path / "loose"
+    for split in ("train", "val"):
+        shutil.copytree(photos / split / "a", loose / split)
+    # fmt: off
+    how = ["--plan=stella", "--device=cpu", "--set=precision=fp32", "--set=epochs=3", "--set=batch_size=4",
+           "--set=mixup=0.5", "--model-arg=num_classes=10"]
+    # fmt: on
+    taught = ["--set=distillation_weight=1"]
+    assert linvit("train", *MODEL, f"--data={photos}", *how, *taught, "-o", str(tmp_path / "labels")).code == 0
+    outcome = linvit("train", *MODEL, f"--data={loose}", *how, "-o", str(tmp_path / "run"))
+    assert outcome.code == 0, outcome.err
+    assert "has no labels: the teacher's answers are all there is to learn" in outcome.err
+    assert "agreement" in outcome.out and "top-1" not in outcome.out
+    weights = [load_file(tmp_path / run / "last" / "model.safetensors") for run in ("labels", "run")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    assert all("top1" not in record and 0 <= record["agreement"] <= 100 for record in evaluations)
+    trained = [record for record in records if record.get("stage") == "finetune"]
+    assert trained and all("agreement" in record and "accuracy" not in record for record in trained)
+
+    best = str(tmp_path / "run" / "best")
+    shown = linvit("eval", best, f"--data={loose}", f"--teacher={best}", "-o", str(tmp_path / "each.json"))
+    assert "agrees with the teacher on 100.00 % of 6 images" in shown.out
+    assert json.loads((tmp_path / "each.json").read_text()).keys() == {"agreement", "kl", "images", "teacher", "chosen"}
+    found = json.loads(linvit("eval", best, f"--data={loose}", f"--teacher={best}", "--json").out)
+    assert found["agreement"] == 100 and "top1" not in found and "per_class" not in found
+
+    for args, message in (
+        (["eval", best], "loose has no labels: put images in CLASS folders, or give --teacher"),
+        (["train", *MODEL, "--recipe=deit", "-o", "x"], "has no labels to learn from: choose a recipe with a teacher"),
+        (["train", *MODEL, *how, "--set=stages.finetune.epochs=1", "--set=distillation=none", "-o", "x"],
+         "has no labels to learn from: choose a recipe with a teacher"),
+    ):  # fmt: skip
+        refused = linvit(*args, f"--data={loose}", "--device=cpu")
+        assert refused.code == 2 and message in refused.err
+
+
+def test_alignment_alone_needs_no_labels(linvit: Linvit, tmp_path: Path) -> None:
+    """A folder of images and nothing else."""
+    photos = folder_of(tmp_path / "made", train={"photos": 24}) / "train" / "photos"
+    how = ["--plan=stella", "--device=cpu", "--set=precision=fp32", "--set=stages.finetune.epochs=0"]
+    outcome = linvit("train", *MODEL, f"--data={photos}", *how, "--set=batch_size=4", "-o", str(tmp_path / "run"))
+    assert outcome.code == 0, outcome.err
+    assert "2 of its 24 images are held out for validation" in outcome.err
+    assert (tmp_path / "run" / "best" / "model.safetensors").exists()
 
 
 SMALL = ["--recipe=deit", "--device=cpu", "--set=precision=fp32", "--set=epochs=1", "--set=batch_size=4"]

@@ -54,7 +54,9 @@ def eval_(
         raise LinvitError(f"no folder {output.parent} to put {output.name} in; make it first")
     config = Config(batch_size=batch, precision=precision)
     accelerator = make_accelerator(config, device)
-    images = open_images(data, split, root=root)
+    images = open_images(data, split, root=root, unlabelled=True)
+    if not (images.labelled or teacher):
+        raise LinvitError(f"{data} has no labels: put images in CLASS folders, or give --teacher to compare with")
     built = build(model, pretrained, pairs(model_arg, "--model-arg")).to(accelerator.device)
     check_outputs(images, outputs_of(built))
     other = None
@@ -64,13 +66,13 @@ def eval_(
         other = Teacher(guide.to(accelerator.device), precision=LOWERED.get(precision))
     make = SourceMaker(accelerator, config, Preprocessing.of(built), outputs_of(built), loader, workers, progress)
     with accelerator.autocast():
-        found = evaluate(built, make(images, None), classes=images.classes, teacher=other)
+        found = evaluate(built, make(images, None), classes=images.classes, teacher=other, labelled=images.labelled)
     if not accelerator.is_main_process:
         return
     if output is not None:
         found.save(output)
     if as_json:
-        numbers = {**found.metrics(), "per_class": found.per_class}
+        numbers = {**found.metrics(), **({"per_class": found.per_class} if images.labelled else {})}
         print_json({"model": model, "data": data, "split": split, "images": len(found.labels), **numbers})
     else:
         print_evaluation(found, per_class)
@@ -78,6 +80,10 @@ def eval_(
 
 def print_evaluation(found: Evaluation, per_class: bool) -> None:
     out = console()
+    if not found.labelled:
+        agreed = f"[bold]{found.agreement:.2f} %[/bold] of {len(found.labels):,} images"
+        out.print(f"no labels; agrees with the teacher on {agreed}, KL {found.kl:.4f}")
+        return
     out.print(f"top-1 [bold]{found.top1:.2f} %[/bold] ± {found.standard_error:.2f} on {len(found.labels):,} images")
     out.print(f"top-5 {found.top5:.2f} %")
     if found.agreement is not None and found.kl is not None:

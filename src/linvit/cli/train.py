@@ -43,8 +43,8 @@ def train(
 ) -> None:
     """Train a model by a recipe; with --plan, convert it first and learn from the original.
 
-    RUN_DIR gets log.jsonl, checkpoints and, in the end, the models `last` and `best`. A killed run goes on with
-    --resume. Start it with `accelerate launch -m linvit train` to use several GPUs or machines.
+    Images without class folders are learnt from the teacher alone. RUN_DIR gets log.jsonl, checkpoints and, in the
+    end, the models `last` and `best`. A killed run goes on with --resume. Start it with `accelerate launch -m linvit train` to use several GPUs or machines.
 
     \b
     Example: linvit train deit_tiny_patch16_224 --data photos --plan mixa --recipe fast -o runs/mixa
@@ -62,7 +62,11 @@ def train(
     if output.is_file():
         raise LinvitError(f"{output} is a file: give a folder")
     accelerator = make_accelerator(config, device)
-    sets = open_data(data, root=root)
+    sets = open_data(data, root=root, unlabelled=True)
+    if not sets[0].labelled and config.needs_labels and config.distillation != "none":
+        config = override(config, ["distillation_weight=1"])
+        if accelerator.is_main_process:
+            print(f"{data} has no labels: the teacher's answers are all there is to learn", file=sys.stderr)
     built = start(model, pretrained, args, sets[0].class_count, config.seed)
     guide = find_teacher(teacher or config.teacher or "", built, plan) if config.needs_teacher else None
     report = None
@@ -127,11 +131,13 @@ def summary(outcome: Outcome, folder: Path, conversion: str | None) -> dict[str,
 
 
 def print_outcome(outcome: Outcome, folder: Path) -> None:
-    made = table(weights=8, **{"top-1": -7, "top-5": -7, "step": -6})
+    labelled = "agreement" not in outcome.last
+    columns = {"top1": "top-1", "top5": "top-5"} if labelled else {"agreement": "agreement", "kl": "KL"}
+    made = table(weights=8, **dict.fromkeys(columns.values(), -9), step=-6)
     for name, metrics in (("last", {**outcome.last, "step": outcome.steps}), ("best", outcome.best)):
-        if "top1" in metrics:
-            top5 = f"{metrics['top5']:.2f}" if "top5" in metrics else "–"
-            made.add_row(name, f"{metrics['top1']:.2f}", top5, f"{metrics['step']:.0f}")
+        if metrics.keys() & columns.keys():
+            shown = [f"{metrics[key]:.4f}" if key == "kl" else f"{metrics[key]:.2f}" for key in columns]
+            made.add_row(name, *shown, f"{metrics['step']:.0f}")
     out = console()
     out.print(made)
     speed = f", {outcome.images_per_second:,.0f} images/s" if outcome.images_per_second else ""

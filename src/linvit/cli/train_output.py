@@ -39,7 +39,7 @@ def bar(errors: Any) -> Iterator[Watch]:
             if record["kind"] == "note":
                 errors.print(record["text"])
             elif record["kind"] == "eval":
-                top1 = f"  top-1 {record['top1']:.2f}"
+                top1 = f"  {score(record)}"
             else:
                 if task is None:
                     task = shown.add_task("", total=record["steps"], text="")
@@ -58,7 +58,7 @@ def plain() -> Watch:
         if record["kind"] == "note":
             print(record["text"], file=sys.stderr)
         elif record["kind"] == "eval":
-            print(f"step {record['step']}: top-1 {record['top1']:.2f}", file=sys.stderr)
+            print(f"step {record['step']}: {score(record)}", file=sys.stderr)
         elif time.monotonic() - last > PATIENCE:
             last = time.monotonic()
             print(f"step {record['step']} of {record['steps']}: {words(record)}", file=sys.stderr)
@@ -66,8 +66,15 @@ def plain() -> Watch:
     return watch
 
 
+def score(record: dict[str, Any]) -> str:
+    """What an evaluation found, in few words."""
+    if "top1" in record:
+        return f"top-1 {record['top1']:.2f}"
+    return f"agrees with the teacher on {record['agreement']:.2f} %, KL {record['kl']:.4f}"
+
+
 def words(record: dict[str, Any]) -> str:
     """The loss and speed of a record, in few words."""
-    accuracy = f"  accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
+    accuracy = "".join(f"  {name} {100 * record[name]:.1f} %" for name in ("accuracy", "agreement") if name in record)
     speed = f"  {record['images_per_second']:,.0f} images/s" if record["images_per_second"] else ""
     return f"loss {record['loss']:.4f}{accuracy}{speed}"

@@ -174,6 +174,11 @@ class Config:
     def needs_teacher(self) -> bool:
         return self.distillation != "none" or any(stage.objective != "supervised" for stage in self.stages)
 
+    @property
+    def needs_labels(self) -> bool:
+        taught = self.distillation != "none" and self.distillation_weight == 1
+        return not taught and any(stage.objective == "supervised" for stage in self.plan_of_stages())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return cast(dict[str, Any], plain(asdict(self)))

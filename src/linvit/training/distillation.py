@@ -69,7 +69,8 @@ def check_teacher(teacher: nn.Module, student: nn.Module) -> None:
 
 class Distillation:
     """The objective. `weight` is the teacher's share of the loss, the rest is the labels'. `features` names modules,
-    the same in both models or the student's with the teacher's, and is added with `feature_weight`."""
+    the same in both models or the student's with the teacher's, and is added with `feature_weight`. Without labels, not
+    `labelled`, the teacher's share is all there is."""
 
     def __init__(
         self,
@@ -82,9 +83,12 @@ class Distillation:
         supervised: Supervised | None = None,
         features: Sequence[str] | Mapping[str, str] = (),
         feature_weight: float = 1.0,
+        labelled: bool = True,
     ) -> None:
         if kind not in KINDS:
             raise unknown("distillation", kind, KINDS)
+        if not labelled and weight < 1:
+            raise LinvitError(f"without labels the teacher's share of the loss is 1, not {weight:g}")
         check_teacher(teacher.model, student)
         if kind == "token":
             distilled = getattr(student, "set_distilled_training", None)
@@ -92,7 +96,7 @@ class Distillation:
                 raise LinvitError(f"token distillation needs a distilled model: {type(student).__name__} has one head")
             distilled(True)
         self.teacher, self.kind, self.weight, self.temperature = teacher, kind, weight, temperature
-        self.supervised = supervised or Supervised()
+        self.supervised, self.labelled = supervised or Supervised(), labelled
         pairs = dict(features) if isinstance(features, Mapping) else {name: name for name in features}
         self.pairs, self.feature_weight = pairs, feature_weight
         self.ours, self.theirs = Taps(student, pairs), Taps(teacher.model, set(pairs.values()))
@@ -110,10 +114,14 @@ class Distillation:
         seen, shown = self.ours.take()[1], self.theirs.take()[1]
         logits, heard = self.heads(output)
         check_logits(heard, wanted)
-        labels = self.supervised.measure(logits, targets)
+        labels = self.supervised.measure(logits, targets) if self.labelled else None
         taught = self.compare(heard, wanted)
-        loss = (1 - self.weight) * labels + self.weight * taught
-        entries = {"accuracy": accuracy(logits, targets), "labels": labels.detach(), "distillation": taught.detach()}
+        entries = {"distillation": taught.detach()}
+        if labels is not None:
+            loss = (1 - self.weight) * labels + self.weight * taught
+            entries = {"accuracy": accuracy(logits, targets), "labels": labels.detach(), **entries}
+        else:
+            loss, entries["agreement"] = taught, accuracy(heard, wanted.argmax(-1))
         if self.pairs:
             errors = [feature_error(seen[ours], shown[theirs]) for ours, theirs in self.pairs.items()]
             entries["features"] = torch.stack(errors).mean().detach()

@@ -38,7 +38,7 @@ from linvit.training.schedule import stage_schedule
 from linvit.training.sizes import resized
 from linvit.training.window import Window
 
-SCORE = "top1"  # what the best weights are best in
+SCORES = ("top1", "agreement")  # what the best weights are best in: the first that is measured
 FREE = ("log_steps", "checkpoint_seconds")  # settings that a resumed run may change
 
 
@@ -54,10 +54,10 @@ class Outcome:
 
 
 class Engine:
-    """Trains one model. `evaluate` gives metrics of a model, of which "top1" chooses the best; with a `folder` the run
-    is logged, kept in checkpoints and ends in the folders `last` and `best`, unless `models` says that nobody wants
-    these. `identity` says what else the run is, its data and teacher say, so that no other run goes on with its
-    checkpoints."""
+    """Trains one model. `evaluate` gives metrics of a model, of which "top1" chooses the best, or "agreement" with the
+    teacher where there are no labels; with a `folder` the run is logged, kept in checkpoints and ends in the folders
+    `last` and `best`, unless `models` says that nobody wants these. `identity` says what else the run is, its data and
+    teacher say, so that no other run goes on with its checkpoints."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class Engine:
         with torch.no_grad(), self.accelerator.autocast():
             metrics = dict(self.evaluate(shown))
         self.model.train()
-        self.keeper.offer(self.step, metrics[SCORE], metrics)
+        self.keeper.offer(self.step, next(metrics[name] for name in SCORES if name in metrics), metrics)
         self.log.add("eval", self.step, {**self.so_far(), **metrics})
         self.window.begin()
         return metrics

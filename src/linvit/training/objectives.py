@@ -19,7 +19,9 @@ from linvit.training.projections import fit_projections
 LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_phases(config: Config, student: nn.Module, teacher: nn.Module | None = None) -> list[Phase]:
+def make_phases(
+    config: Config, student: nn.Module, teacher: nn.Module | None = None, *, labelled: bool = True
+) -> list[Phase]:
     """Every stage with its objective. The teacher computes in the student's precision."""
     if config.needs_teacher and teacher is None:
         raise LinvitError(f"recipe {config.recipe} learns from a teacher: give one, or set distillation=none")
@@ -29,11 +31,11 @@ def make_phases(config: Config, student: nn.Module, teacher: nn.Module | None = 
         fitting = None
         if asked is not None and stage.fit:
             fitting = partial(fit_projections, asked, student, images=stage.fit)
-        phases.append(Phase(stage, objective(config, stage, student, asked), fitting))
+        phases.append(Phase(stage, objective(config, stage, student, asked, labelled), fitting))
     return phases
 
 
-def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher | None) -> Objective:
+def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher | None, labelled: bool) -> Objective:
     if stage.objective == "alignment" and teacher is not None:
         return AttentionAlignment(teacher, student, inputs=stage.inputs)
     if stage.objective == "features" and teacher is not None:
@@ -54,4 +56,5 @@ def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher
         supervised=supervised,
         features=blocks,
         feature_weight=stage.features,
+        labelled=labelled,
     )

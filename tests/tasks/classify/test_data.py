@@ -64,6 +64,54 @@ def test_an_archive_without_splits_is_one_split(tmp_path: Path) -> None:
     assert len(open_images(flat, "validation")) == len(open_images(folder / "train", "validation")) == 9
 
 
+def test_images_without_classes_are_for_who_asks(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    for split, count in (("train", 12), ("val", 3)):
+        (folder / split).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / split / f"{i}.png")
+    (folder / "train" / "notes.txt").write_text("no image")
+    packed = make_archive(folder, tmp_path / "photos.tar")
+    for data in (folder, packed):
+        with pytest.raises(LinvitError, match=r"train has no class folders: images belong in .*train/CLASS/"):
+            open_images(data)
+        train, validation = open_data(data, unlabelled=True)
+        assert (len(train), len(validation)) == (12, 3)
+        for images in (train, validation):
+            assert not images.labelled and images.classes == () and images.class_count is None
+        reds = [picture.getpixel((0, 0))[0] for picture, _ in list_all(train)]
+        assert reds == list(range(12)) and train.filename(10).endswith("train/10.png")
+        check_outputs(train, 1)
+    labelled = make_folder(tmp_path / "pets")
+    for file in (labelled / "train").rglob("*.png"):
+        file.rename(labelled / "train" / f"{file.parent.name}{file.name}")
+    for name in ("cat", "dog10", "dog2"):
+        (labelled / "train" / name).rmdir()
+    train, validation = open_data(labelled, unlabelled=True)
+    assert not train.labelled and validation.labelled and validation.class_count == 3
+
+
+def test_of_a_set_without_splits_some_is_held_out(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    sizes = {"a": 25, "b": 4, "c": 1}
+    for name, count in sizes.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8), (i, ord(name), 0)).save(folder / name / f"{i}.png")
+    for data in (folder, make_archive(folder, tmp_path / "photos.tar")):
+        train, validation = open_data(data)
+        seen = [{picture.getpixel((0, 0)) for picture, _ in list_all(images)} for images in (train, validation)]
+        assert not seen[0] & seen[1] and len(seen[0] | seen[1]) == 30
+        assert np.bincount(validation.labels).tolist() == [2, 1]  # one of ten, the last of a few, never the only one
+        assert train.classes == validation.classes == tuple(sizes)
+        assert "3 of its 30 images are held out" in validation.note and not train.note
+        assert validation.filename(2).endswith("b/3.png")
+        assert [label for _, label in list_all(validation)] == validation.labels.tolist()
+        assert len(open_images(data, "validation")) == 30  # who asks for one split gets all there is
+    with pytest.raises(LinvitError, match="too few images to hold some out"):
+        open_data(make_archive(folder / "c", tmp_path / "one.tar"))
+
+
 def test_imagenette_is_read_in_place() -> None:
     train, validation = open_data(archive())
     assert (len(train), len(validation)) == (6000, 2000)

@@ -4,7 +4,8 @@
     open_images("imagenette128.tar", "validation")
     open_images("torch/cifar10", "train", root="cifar", download=True)
 
-Whatever the source, what comes out is `Images`: pictures by index, with their classes known and checked.
+Whatever the source, what comes out is `Images`: pictures by index, with their classes known and checked. Who can do
+without labels, because a teacher has the answers, says so: `open_images("photos", "train", unlabelled=True)`.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from timm.data.dataset import IterableImageDataset
 from torch.utils.data import Dataset
 
 from linvit.errors import LinvitError, unknown
-from linvit.tasks.classify.readers import TarReader, check_path, folder_reader
+from linvit.tasks.classify.readers import TarReader, check_path, folder_reader, no_classes
 
 PREFIXES = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets"}
 PREFIXES |= {"wds": "webdataset"}  # the package that each kind of set needs
 STREAMS = ("wds", "tfds", "hfids")
+HELD_OUT = 10  # of so many images of a class one is for validation, where a set has no splits
 
 
 class Images(Dataset):
     """One split: pictures and labels by index.
 
     `source` gives `(picture or file, label)` by index. `classes` are the names where the set has them; `labels` all
-    labels where they are known without decoding.
+    labels where they are known without decoding. Where it is not `labelled` every label is 0 and means nothing.
     """
 
     def __init__(
@@ -42,8 +44,11 @@ class Images(Dataset):
         classes: Sequence[str] = (),
         labels: Sequence[int] | None = None,
         filenames: Any = None,
+        labelled: bool = True,
+        note: str = "",
     ) -> None:
-        self.name = name
+        self.name, self.labelled = name, labelled
+        self.note = note  # what a user should know of this split
         self.source = source
         self.classes = tuple(classes)
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
@@ -73,7 +78,19 @@ class Images(Dataset):
         """How many classes there are, where the set says so."""
         if self.classes:
             return len(self.classes)
-        return None if self.labels is None else int(self.labels.max()) + 1
+        return None if self.labels is None or not self.labelled else int(self.labels.max()) + 1
+
+    def part(self, indices: np.ndarray, note: str = "") -> Images:
+        """Some of the images."""
+        return Images(
+            self.name,
+            Part(self.source, indices),
+            classes=self.classes,
+            labels=None if self.labels is None else self.labels[indices],
+            filenames=lambda index: self.filename(int(indices[index])),
+            labelled=self.labelled,
+            note=note,
+        )
 
     def check_labels(self, labels: np.ndarray) -> None:
         """Labels count from 0 to the number of classes; anything else would index past the model's outputs."""
@@ -84,11 +101,25 @@ class Images(Dataset):
             raise LinvitError(f"{self.name} has label {outside}: labels must run from {most}")
 
 
+class Part:
+    """Some of a source's images."""
+
+    def __init__(self, source: Any, indices: np.ndarray) -> None:
+        self.source, self.indices = source, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[int(self.indices[index])]
+
+
 class Stream:
     """A split that can only be read in order (WebDataset and the like): timm's iterable dataset, opened per pass."""
 
     classes: tuple[str, ...] = ()
     class_count: int | None = None
+    labelled, note = True, ""
 
     def __init__(self, name: str, split: str, root: str | None, options: dict[str, Any]) -> None:
         self.name, self.split, self.root, self.options = name, split, root, options
@@ -107,10 +138,12 @@ def open_images(
     *,
     root: str | Path | None = None,
     classes: dict[str, int] | None = None,
+    unlabelled: bool = False,
     **options: Any,
 ) -> Images | Stream:
-    """A split of a set. `classes` is the numbering of the training set, which a validation set must share; `options`
-    go to timm's `create_dataset` for named sets."""
+    """A split of a set. `classes` is the numbering of the training set, which a validation set must share;
+    `unlabelled`, whether images without class folders will do; `options` go to timm's `create_dataset` for named
+    sets."""
     name = str(data)
     prefix = name.split("/")[0]
     if name == "digits":
@@ -129,16 +162,39 @@ def open_images(
         reader = TarReader(path, split, classes)
     else:
         raise LinvitError(f"{path} is neither an image folder nor a .tar archive")
+    labelled = bool(reader.class_to_idx)
+    if not (labelled or unlabelled):
+        raise no_classes(path / reader.chosen if reader.chosen else path)
     labels = [label for _, label in reader.samples]
     filenames = lambda index: reader.filename(index, absolute=True)  # noqa: E731
-    return Images(name, reader, classes=tuple(reader.class_to_idx), labels=labels, filenames=filenames)
+    names = tuple(reader.class_to_idx)
+    return Images(name, reader, classes=names, labels=labels, filenames=filenames, labelled=labelled)
 
 
 def open_data(data: str | Path, *, root: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
-    """The training and the validation split of a set, with the same classes."""
+    """The training and the validation split of a set, with the same classes. Of a folder without splits some images
+    are held out for validation."""
     train = open_images(data, "train", root=root, **options)
-    numbering = getattr(getattr(train, "source", None), "class_to_idx", None)
+    source = getattr(train, "source", None)
+    if isinstance(train, Images) and getattr(source, "chosen", "") is None:
+        return hold_out(train)
+    numbering = getattr(source, "class_to_idx", None) or None
     return train, open_images(data, "validation", root=root, classes=numbering, **options)
+
+
+def hold_out(images: Images) -> tuple[Images, Images]:
+    """Every tenth image of each class for validation, the last one of a class that has fewer."""
+    assert images.labels is not None
+    order = np.argsort(images.labels, kind="stable")
+    counts = np.bincount(images.labels)
+    ranks = np.empty(len(order), dtype=np.int64)
+    ranks[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    sizes = counts[images.labels]
+    held = np.where(sizes < HELD_OUT, (ranks == sizes - 1) & (sizes > 1), ranks % HELD_OUT == HELD_OUT - 1)
+    if not held.any():
+        raise LinvitError(f"{images.name} has too few images to hold some out: put others in {images.name}/val/")
+    note = f"{images.name} has no splits: {held.sum():,} of its {len(images):,} images are held out for validation"
+    return images.part(np.flatnonzero(~held)), images.part(np.flatnonzero(held), note)
 
 
 def check_outputs(images: Images | Stream, outputs: int) -> None:

@@ -72,6 +72,8 @@ class Fitting:
         for split in (train, validation):
             if split is not None:
                 check_outputs(split, classes)
+        check_labels(config, train, validation)
+        self.teacher, self.labelled = teacher, validation is None or validation.labelled
         size = config.input_size or max(config.random_sizes, default=None)
         preprocessing = Preprocessing.of(model, size, config.test_crop)
         make = SourceMaker(accelerator, config, preprocessing, classes, loader, workers, progress, held)
@@ -82,7 +84,9 @@ class Fitting:
                 watch({"kind": "note", "step": 0, "text": text})
             for side in {*config.random_sizes, *([size] if size else [])}:
                 check_size(model, side, len(preprocessing.mean))
-            phases = self.make_phases(model, teacher)
+            phases = self.make_phases(model, teacher, train.labelled)
+        if validation is not None and validation.note and watch:
+            watch({"kind": "note", "step": 0, "text": validation.note})
         self.source = make(train, Augmentation.of(config))
         self.checks = make(validation, None) if validation is not None else None
         sets = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
@@ -101,7 +105,7 @@ class Fitting:
             models=models,
         )
 
-    def make_phases(self, model: nn.Module, teacher: nn.Module | None) -> list[Phase]:
+    def make_phases(self, model: nn.Module, teacher: nn.Module | None, labelled: bool) -> list[Phase]:
         """New phases mean new steps to compile. The compiler gives up on a function after a few different uses of it
         and leaves it slow, so what it holds of earlier runs goes first."""
         if compiles(self.config, self.accelerator.device):
@@ -109,7 +113,7 @@ class Fitting:
         model.to(self.accelerator.device)
         if teacher is not None:
             teacher.to(self.accelerator.device)
-        return make_phases(self.config, model, teacher)
+        return make_phases(self.config, model, teacher, labelled=labelled)
 
     def run(self, *, resume: bool = False) -> Outcome:
         """Train to the end, or with `resume` go on to it."""
@@ -129,13 +133,25 @@ class Fitting:
         """What the trained weights get right on the validation set, in the recipe's precision."""
         if self.checks is None:
             raise LinvitError("there is no validation set to evaluate on")
-        asked = Teacher(teacher, precision=LOWERED.get(self.config.precision)) if teacher is not None else None
         with repeatable(self.config.deterministic), torch.no_grad(), self.accelerator.autocast():
-            return evaluate(self.shown, self.checks, teacher=asked)
+            return evaluate(self.shown, self.checks, teacher=self.asked(teacher), labelled=self.labelled)
 
     def metrics(self, shown: nn.Module) -> dict[str, float]:
         assert self.checks is not None
-        return evaluate(shown, self.checks).metrics()
+        teacher = None if self.labelled else self.asked(self.teacher)
+        return evaluate(shown, self.checks, teacher=teacher, labelled=self.labelled).metrics()
+
+    def asked(self, teacher: nn.Module | None) -> Teacher | None:
+        return None if teacher is None else Teacher(teacher, precision=LOWERED.get(self.config.precision))
+
+
+def check_labels(config: Config, train: Split, validation: Split | None) -> None:
+    """Whether what has no labels needs none."""
+    if not train.labelled and config.needs_labels:
+        hint = "set distillation_weight=1" if config.distillation != "none" else "choose a recipe with a teacher"
+        raise LinvitError(f"{train.name} has no labels to learn from: {hint}, or put images in CLASS folders")
+    if validation is not None and not validation.labelled and not config.needs_teacher:
+        raise LinvitError(f"{validation.name} has no labels to validate by: put images in CLASS folders")
 
 
 def check_same(folder: Path, config: Config, identity: Mapping[str, Any]) -> None:

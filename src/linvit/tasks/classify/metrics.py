@@ -22,7 +22,8 @@ from linvit.training.losses import logits_of
 @dataclass(frozen=True)
 class Evaluation:
     """Per image: the label, the choice, whether the label was among the first five, the cross entropy. With a teacher
-    also its choice and KL(teacher ‖ model). All rates are in percent."""
+    also its choice and KL(teacher ‖ model). All rates are in percent. Where images are not `labelled`, only what the
+    teacher says counts."""
 
     labels: np.ndarray
     chosen: np.ndarray
@@ -31,6 +32,7 @@ class Evaluation:
     teacher: np.ndarray | None = None
     divergence: np.ndarray | None = None
     losses: np.ndarray | None = None
+    labelled: bool = True
 
     @property
     def correct(self) -> np.ndarray:
@@ -74,30 +76,30 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """The numbers, for logs."""
-        found: dict[str, Any] = {
-            "top1": self.top1,
-            "standard_error": self.standard_error,
-            "top5": self.top5,
-            "loss": self.loss,
-            "agreement": self.agreement,
-            "kl": self.kl,
-        }
+        found: dict[str, Any] = {"agreement": self.agreement, "kl": self.kl}
+        if self.labelled:
+            right = {"top1": self.top1, "standard_error": self.standard_error, "top5": self.top5, "loss": self.loss}
+            found = {**right, **found}
         return {name: value for name, value in found.items() if value is not None}
 
     def save(self, path: str | Path) -> None:
         """Everything as JSON: with each image's label and choice kept, two runs can be compared image by image."""
-        data = {
-            **self.metrics(),
-            "images": len(self.labels),
-            "per_class": self.per_class,
-            "labels": self.labels.tolist(),
-            "chosen": self.chosen.tolist(),
-        }
+        data: dict[str, Any] = {**self.metrics(), "images": len(self.labels)}
+        if self.labelled:
+            data |= {"per_class": self.per_class, "labels": self.labels.tolist()}
+        elif self.teacher is not None:
+            data["teacher"] = self.teacher.tolist()
+        data["chosen"] = self.chosen.tolist()
         Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
 
 
 def evaluate(
-    model: nn.Module, source: BatchSource, *, classes: Sequence[str] = (), teacher: Teacher | None = None
+    model: nn.Module,
+    source: BatchSource,
+    *,
+    classes: Sequence[str] = (),
+    teacher: Teacher | None = None,
+    labelled: bool = True,
 ) -> Evaluation:
     """Ask the model about every image of a source that gives each once and in order. Waits for the device only at the
     end. Over several processes, each asks about its own images and all get the whole result."""
@@ -114,10 +116,10 @@ def evaluate(
         raise LinvitError("there is no image to evaluate on")
     found = gather(torch.cat(rows).cpu().double().numpy())
     labels, chosen, five, losses, *taught = found.T
-    extra = {"teacher": taught[0].astype(np.int64), "divergence": taught[1]} if teacher else {}
-    return Evaluation(
-        labels.astype(np.int64), chosen.astype(np.int64), five > 0, tuple(classes), losses=losses, **extra
-    )
+    extra: dict[str, Any] = {"losses": losses, "labelled": labelled}
+    if teacher:
+        extra |= {"teacher": taught[0].astype(np.int64), "divergence": taught[1]}
+    return Evaluation(labels.astype(np.int64), chosen.astype(np.int64), five > 0, tuple(classes), **extra)
 
 
 def judge(logits: Tensor, labels: Tensor, wanted: Tensor | None) -> Tensor:

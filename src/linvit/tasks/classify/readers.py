@@ -1,7 +1,9 @@
 """Image folders and archives of them, with every mistake in them found before the training starts.
 
 timm's readers are lenient: a class folder without images vanishes, and with it the numbering of the classes; a class of
-the validation set that training does not know is left out in silence. Here both are errors.
+the validation set that training does not know is left out in silence. Here both are errors. Images that lie in no class
+folder have no labels, which is for the caller to want or not; their `class_to_idx` is empty. `chosen` is the folder of
+the split, None where there are no splits.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import tarfile
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from timm.data.readers.img_extensions import get_img_extensions
 from timm.data.readers.reader import Reader
@@ -76,25 +79,55 @@ def more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> ReaderImageFolder:
-    """timm's reader of an image folder, `root/split/class/*.jpg` or `root/class/*.jpg`."""
+def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> Reader:
+    """timm's reader of an image folder, `root/split/class/*.jpg` or `root/class/*.jpg`, or one of images without
+    classes, `root/split/*.jpg` or `root/*.jpg`."""
     chosen = choose_split((entry.name for entry in root.iterdir() if entry.is_dir()), split, str(root))
     where = root / chosen if chosen else root
     types = get_img_extensions(as_set=True)
     folders = [entry for entry in sorted(where.iterdir()) if entry.is_dir()]
     if not folders:
-        raise LinvitError(f"{where} has no class folders: images belong in {where}/CLASS/")
+        loose = [entry for entry in where.iterdir() if entry.suffix.lower() in types]
+        if not loose:
+            raise no_classes(where)
+        return LooseReader(sorted(loose, key=lambda entry: natural_key(entry.name)), chosen)
     for folder in folders:
         files = (name for _, _, names in os.walk(folder, followlinks=True) for name in names)
         if not any(os.path.splitext(name)[1].lower() in types for name in files):
             raise LinvitError(f"class folder {folder} holds no image: fill it or remove it")
     reader = ReaderImageFolder(str(where))
+    reader.chosen = chosen  # type: ignore[attr-defined]
     check_classes(set(reader.class_to_idx), classes, str(where))
     return reader
 
 
+def no_classes(where: object) -> LinvitError:
+    return LinvitError(f"{where} has no class folders: images belong in {where}/CLASS/")
+
+
+class LooseReader(Reader):
+    """Images of one folder, without labels."""
+
+    def __init__(self, files: list[Path], chosen: str | None) -> None:
+        super().__init__()
+        self.class_to_idx: dict[str, int] = {}
+        self.samples = [(str(file), 0) for file in files]
+        self.chosen = chosen
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        return open(self.samples[index][0], "rb"), 0
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        name = self.samples[index][0]
+        return os.path.basename(name) if basename else name
+
+
 class TarReader(Reader):
-    """An archive of an image folder, `name/split/class/*.jpg` or less deep, read in place.
+    """An archive of an image folder, `name/split/class/*.jpg` or less deep, read in place; images right in the folder
+    of a split have no labels.
 
     timm's own tar reader makes one class of each innermost folder, over all splits. This one reads by offset, so that
     threads and worker processes can share it.
@@ -111,11 +144,15 @@ class TarReader(Reader):
         if chosen:
             found = [row for row in found if row[0].parts[depth] == chosen]
         where = f"{path} ({chosen})" if chosen else str(path)
+        self.chosen = chosen
         names = {name.parent.name for name, *_ in found}
-        check_classes(names, classes, where)
-        self.class_to_idx = classes or number_classes(names)
+        if chosen and all(len(name.parts) == depth + 2 for name, *_ in found):
+            self.class_to_idx: dict[str, int] = {}
+        else:
+            check_classes(names, classes, where)
+            self.class_to_idx = classes or number_classes(names)
         found.sort(key=lambda row: natural_key(str(row[0])))
-        self.samples = [(str(name), self.class_to_idx[name.parent.name]) for name, *_ in found]
+        self.samples = [(str(name), self.class_to_idx.get(name.parent.name, 0)) for name, *_ in found]
         self.places = [(start, size) for _, start, size in found]
         self.file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
 
