@@ -44,7 +44,8 @@ def train(
     """Train a model by a recipe; with --plan, convert it first and learn from the original.
 
     Images without class folders are learnt from the teacher alone. RUN_DIR gets log.jsonl, checkpoints and, in the
-    end, the models `last` and `best`. A killed run goes on with --resume. Start it with `accelerate launch -m linvit train` to use several GPUs or machines.
+    end, the models `last` and `best`. A killed run goes on with --resume. Start it with `accelerate launch -m linvit
+    train` to use several GPUs or machines.
 
     \b
     Example: linvit train deit_tiny_patch16_224 --data photos --plan mixa --recipe fast -o runs/mixa
