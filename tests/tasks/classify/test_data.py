@@ -11,9 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
+from linvit.comparison.identity import split_digest
 from linvit.errors import LinvitError
 from linvit.tasks.classify import Images, Preprocessing, Stream, check_outputs, open_data, open_images
 from linvit.tasks.classify.preprocessing import Augmentation, seed_of, seeded
+from linvit.tasks.classify.resident import fingerprint
 from linvit.training.recipes import recipe
 from tests.tasks.classify.pictures import archive, photographs
 
@@ -108,6 +110,8 @@ def test_of_a_set_without_splits_some_is_held_out(tmp_path: Path) -> None:
         assert validation.filename(2).endswith("b/3.png")
         assert [label for _, label in list_all(validation)] == validation.labels.tolist()
         assert len(open_images(data, "validation")) == 30  # who asks for one split gets all there is
+        known = {fingerprint(images, Preprocessing((8, 8)), False, (8, 8)) for images in (train, validation)}
+        assert len(known | {split_digest(train), split_digest(validation)}) == 4
     with pytest.raises(LinvitError, match="too few images to hold some out"):
         open_data(make_archive(folder / "c", tmp_path / "one.tar"))
 

@@ -21,7 +21,7 @@ from timm.data.dataset import IterableImageDataset
 from torch.utils.data import Dataset
 
 from linvit.errors import LinvitError, unknown
-from linvit.tasks.classify.readers import TarReader, check_path, folder_reader, no_classes
+from linvit.tasks.classify.readers import Part, TarReader, check_path, folder_reader, no_classes
 
 PREFIXES = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets"}
 PREFIXES |= {"wds": "webdataset"}  # the package that each kind of set needs
@@ -80,18 +80,6 @@ class Images(Dataset):
             return len(self.classes)
         return None if self.labels is None or not self.labelled else int(self.labels.max()) + 1
 
-    def part(self, indices: np.ndarray, note: str = "") -> Images:
-        """Some of the images."""
-        return Images(
-            self.name,
-            Part(self.source, indices),
-            classes=self.classes,
-            labels=None if self.labels is None else self.labels[indices],
-            filenames=lambda index: self.filename(int(indices[index])),
-            labelled=self.labelled,
-            note=note,
-        )
-
     def check_labels(self, labels: np.ndarray) -> None:
         """Labels count from 0 to the number of classes; anything else would index past the model's outputs."""
         low, high = int(labels.min()), int(labels.max())
@@ -99,19 +87,6 @@ class Images(Dataset):
             outside = low if low < 0 else high
             most = f"0 to {len(self.classes) - 1}" if self.classes else "0 upwards"
             raise LinvitError(f"{self.name} has label {outside}: labels must run from {most}")
-
-
-class Part:
-    """Some of a source's images."""
-
-    def __init__(self, source: Any, indices: np.ndarray) -> None:
-        self.source, self.indices = source, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.source[int(self.indices[index])]
 
 
 class Stream:
@@ -162,13 +137,22 @@ def open_images(
         reader = TarReader(path, split, classes)
     else:
         raise LinvitError(f"{path} is neither an image folder nor a .tar archive")
-    labelled = bool(reader.class_to_idx)
-    if not (labelled or unlabelled):
+    if not (reader.class_to_idx or unlabelled):
         raise no_classes(path / reader.chosen if reader.chosen else path)
-    labels = [label for _, label in reader.samples]
-    filenames = lambda index: reader.filename(index, absolute=True)  # noqa: E731
-    names = tuple(reader.class_to_idx)
-    return Images(name, reader, classes=names, labels=labels, filenames=filenames, labelled=labelled)
+    return read_by(reader, name)
+
+
+def read_by(reader: Any, name: str, note: str = "") -> Images:
+    """A reader's images."""
+    return Images(
+        name,
+        reader,
+        classes=tuple(reader.class_to_idx),
+        labels=[label for _, label in reader.samples],
+        filenames=lambda index: reader.filename(index, absolute=True),
+        labelled=bool(reader.class_to_idx),
+        note=note,
+    )
 
 
 def open_data(data: str | Path, *, root: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
@@ -194,7 +178,8 @@ def hold_out(images: Images) -> tuple[Images, Images]:
     if not held.any():
         raise LinvitError(f"{images.name} has too few images to hold some out: put others in {images.name}/val/")
     note = f"{images.name} has no splits: {held.sum():,} of its {len(images):,} images are held out for validation"
-    return images.part(np.flatnonzero(~held)), images.part(np.flatnonzero(held), note)
+    train, validation = (Part(images.source, np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
+    return read_by(train, images.name), read_by(validation, images.name, note)
 
 
 def check_outputs(images: Images | Stream, outputs: int) -> None:

@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from timm.data.readers.img_extensions import get_img_extensions
 from timm.data.readers.reader import Reader
@@ -123,6 +123,26 @@ class LooseReader(Reader):
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         name = self.samples[index][0]
         return os.path.basename(name) if basename else name
+
+
+class Part(Reader):
+    """Some of a reader's images."""
+
+    def __init__(self, whole: Any, indices: list[int]) -> None:
+        super().__init__()
+        self.whole, self.indices, self.class_to_idx = whole, indices, whole.class_to_idx
+        self.samples = [whole.samples[index] for index in indices]
+        places = getattr(whole, "places", None)
+        self.places = places and [places[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.whole[self.indices[index]]
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return str(self.whole.filename(self.indices[index], basename, absolute))
 
 
 class TarReader(Reader):
