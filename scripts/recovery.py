@@ -5,7 +5,9 @@
 A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is so
 many epochs, whatever a recipe does with an image, so recipes of one budget need not take the same time. Seconds, for a
 second picture beside the first, are those of a training that has the device to itself, from files that `linvit bench
-training` wrote, one a recipe: runs that share a device say little about its speed.
+training` wrote, one a recipe: runs that share a device say little about its speed. That command times a recipe's
+longest stage. What comes before it, least squares above all, is taken from the runs' own clocks, as so many epochs of
+that stage.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import log
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -28,7 +31,21 @@ PLAIN, FAST = "distil", "fast"
 COLOURS = {PLAIN: "#8d99ae", FAST: "#d1495b"}
 ORDER = ("softmax", "mixa", "stella", "relu_linear")  # first; then the others, as they are called
 MARKS = "<!-- recovery -->", "<!-- /recovery -->"
-Speeds = dict[tuple[str, str], float]  # epochs a second, by recipe and mechanism
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Epochs a second, by recipe and mechanism, and how many epochs more than its budget a recipe's stages take."""
+
+    rates: dict[tuple[str, str], float]
+    more: dict[str, float]
+
+    def __bool__(self) -> bool:
+        return bool(self.rates)
+
+    def seconds(self, name: str, recipe: str, budget: float) -> float | None:
+        rate = self.rates.get((recipe, name.partition(":")[0]))
+        return (budget + self.more.get(recipe, 0.0)) / rate if rate else None
 
 
 @dataclass(frozen=True)
@@ -92,11 +109,11 @@ def tables(found: Cells, speeds: Speeds) -> str:
         ends = [found.get((name, recipe, most)) for recipe in (PLAIN, FAST)]
         alike = [number(cell and cell.mean("conversion", "agreement")) for cell in ends]
         near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
-        times = [speeds.get((recipe, name.partition(":")[0])) for recipe in (PLAIN, FAST)]
-        ahead = [ahead_in_time(found, speeds, name, budget) for budget in budgets(found)]
-        lasted.append([f"`{name}`", *(number(most / speed if speed else None) for speed in times), *ahead])
+        times = [number(speeds.seconds(name, recipe, most)) for recipe in (PLAIN, FAST)]
+        lasted.append([f"`{name}`", *times, *(ahead_in_time(found, speeds, name, budget) for budget in budgets(found))])
     seconds = (
-        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself; and {FAST} − "
+        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself (least squares and "
+        f"the like counted as {speeds.more.get(FAST, 0.0):.1f} epochs of {FAST}, by the runs' clocks); and {FAST} − "
         f"{PLAIN} in points if both take the time that {FAST} takes for so many epochs, {PLAIN} read off the line "
         "between two budgets over the logarithm of time.",
         grid(["candidate", PLAIN, FAST, *(f"same seconds, {budget}" for budget in budgets(found))], lasted),
@@ -155,29 +172,49 @@ def apart(found: Cells, a: tuple[str, str, int], b: tuple[str, str, int]) -> str
 
 def ahead_in_time(found: Cells, speeds: Speeds, name: str, budget: int) -> str:
     """How far the fast recipe is above the plain one that takes as long, where that lies between two of its budgets."""
-    mechanism = name.partition(":")[0]
-    fast, plain = speeds.get((FAST, mechanism)), speeds.get((PLAIN, mechanism))
-    cell = found.get((name, FAST, budget))
-    if not (fast and plain and cell):
+    lasts, cell = speeds.seconds(name, FAST, budget), found.get((name, FAST, budget))
+    if not (lasts and cell):
         return ""
-    points = [(log(b / plain), c.top1) for b in budgets(found) if (c := found.get((name, PLAIN, b)))]
-    time = log(budget / fast)
+    plain = [(speeds.seconds(name, PLAIN, b), found.get((name, PLAIN, b))) for b in budgets(found)]
+    points = [(time, other.top1) for time, other in plain if time and other]
     for (before, low), (after, high) in pairwise(points):
-        if before <= time <= after:
-            return f"{cell.top1 - low - (high - low) * (time - before) / (after - before):+.1f}"
+        if before <= lasts <= after:
+            return f"{cell.top1 - low - (high - low) * log(lasts / before) / log(after / before):+.1f}"
     return ""
 
 
-def read_speeds(files: Iterable[Path]) -> Speeds:
-    """How many epochs a second each recipe does with each mechanism."""
-    found: Speeds = {}
+def epochs_more(run: Run) -> float | None:
+    """How many epochs of its last stage a run in stages lasted beyond its budget: what another stage costs more or less
+    than that one, and what was solved and started before it."""
+    stages = run.get("identity", "config", "stages") or []
+    if len(stages) < 2:
+        return None
+    begin = sum(stage["epochs"] for stage in stages[:-1])
+    seen = [(row["epoch"], row["seconds"]) for row in run.get("accuracy", "epochs")]
+    last = [row for row in seen if row[0] >= begin - 0.05]
+    if len(last) < 2:
+        return None
+    (first, started), (end, ended) = last[0], last[-1]
+    return float(ended * (end - first) / (ended - started) - end)
+
+
+def read_speeds(files: Iterable[Path], runs: Iterable[Run] = ()) -> Speeds:
+    """How many epochs a second each recipe does with each mechanism. What a recipe takes more is a median over the runs
+    of its shortest budget, where it weighs most."""
+    more: dict[str, dict[float, list[float]]] = {}
+    for run in runs:
+        took = epochs_more(run)
+        if took is not None:
+            recipe, budget = run.get("identity", "config", "recipe"), run.get("identity", "config", "epochs")
+            more.setdefault(recipe, {}).setdefault(budget, []).append(took)
+    found: dict[tuple[str, str], float] = {}
     for file in files:
         result = json.loads(file.read_text(encoding="utf-8"))
         for row in result["rows"]:
             if row["status"] == "ok":
                 place = result["recipe"]["recipe"], row["attention"].partition(":")[0]
                 found[place] = row["images_per_second"] / result["images"]
-    return found
+    return Speeds(found, {recipe: median(took[min(took)]) for recipe, took in more.items()})
 
 
 def draw(found: Cells, teacher: float | None, path: Path, speeds: Speeds | None = None) -> None:
@@ -204,11 +241,10 @@ def budgets_of(found: Cells, name: str) -> set[int]:
 
 def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speeds: Speeds | None) -> None:
     for recipe in (PLAIN, FAST):
-        speed = 1.0 if speeds is None else speeds.get((recipe, name.partition(":")[0]))
         points = [(budget, cell) for budget in budgets(found) if (cell := found.get((name, recipe, budget)))]
-        if not points or speed is None:
+        x = [budget if speeds is None else speeds.seconds(name, recipe, budget) for budget, _ in points]
+        if not points or x[0] is None:
             continue
-        x = [budget / speed for budget, _ in points]
         panel.plot(x, [cell.top1 for _, cell in points], "o-", color=COLOURS[recipe], label=recipe, ms=4, lw=1.5)
         for place, (_, cell) in zip(x, points, strict=True):
             tops = [run.top1 for run in cell.runs.values()]
@@ -230,7 +266,7 @@ def main(store: Path, page: Path, picture: Path, *speeds: Path) -> None:
     teachers = [run.number("conversion", "teacher_top1") for run in results.runs]
     teacher = next((value for value in teachers if value is not None), None)
     draw(found, teacher, picture)
-    measured = read_speeds(speeds)
+    measured = read_speeds(speeds, results.runs)
     if measured:
         draw(found, teacher, picture.with_stem(f"{picture.stem}-seconds"), measured)
     splice(page, tables(found, measured))

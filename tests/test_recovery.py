@@ -48,7 +48,7 @@ def test_tables_and_picture(tmp_path: Path) -> None:
         ]
     }
     (tmp_path / "speeds.json").write_text(json.dumps(speeds))
-    assert recovery.read_speeds([tmp_path / "speeds.json"]) == {("fast", "stella"): 2.0}
+    assert recovery.read_speeds([tmp_path / "speeds.json"]).rates == {("fast", "stella"): 2.0}
     recovery.main(store(tmp_path / "store"), page, picture, tmp_path / "speeds.json")
     rows = rows_of(page.read_text())
     assert rows["stella"].pop("fast") == "10.0"  # an empty column is left out
@@ -70,13 +70,25 @@ def test_tables_and_picture(tmp_path: Path) -> None:
 
 def test_recipes_at_the_same_seconds(tmp_path: Path) -> None:
     found = recovery.cells(recovery.read([store(tmp_path / "store")]).runs)
-    speeds = {("distil", "stella"): 2.0, ("fast", "stella"): 1.0}
+    speeds = recovery.Speeds({("distil", "stella"): 2.0, ("fast", "stella"): 1.25}, {"fast": 0.5})
     plain = [found["stella", "distil", epochs].top1 for epochs in (2, 20)]  # after 1 and 10 seconds
     share = math.log10(2)  # of the way from the one to the other that 2 seconds are
     wanted = found["stella", "fast", 2].top1 - plain[0] - share * (plain[1] - plain[0])
     assert recovery.ahead_in_time(found, speeds, "stella", 2) == f"{wanted:+.1f}"
     assert recovery.ahead_in_time(found, speeds, "stella", 20) == ""  # plain distillation was never run so long
     assert recovery.ahead_in_time(found, speeds, "softmax", 2) == ""  # never timed
+
+
+def test_what_comes_before_the_last_stage_counts(tmp_path: Path) -> None:
+    """A second an epoch in the last stage, 1.5 seconds for the two tenths before it: 1.3 epochs more."""
+    made = run("stella", 8, 0, "distil", 2, 60.0, "abcd")
+    made["identity"]["config"] |= {"recipe": "fast", "stages": [{"epochs": 0.2}, {"epochs": 1.8}]}
+    clock = {0: 0.0, 0.2: 1.5, 2.0: 3.3}
+    made["accuracy"]["epochs"] = [{"epoch": epoch, "top1": 60.0, "seconds": s} for epoch, s in clock.items()]
+    write(tmp_path / "runs" / f"{made['key']}.json", made)
+    found = recovery.read_speeds([], recovery.read([tmp_path]).runs)
+    assert abs(found.more["fast"] - 1.3) < 1e-9 and not found
+    assert recovery.epochs_more(recovery.read([store(tmp_path / "plain")]).runs[0]) is None
 
 
 def test_one_budget_is_drawn_too(tmp_path: Path) -> None:
