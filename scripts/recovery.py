@@ -112,8 +112,8 @@ def tables(found: Cells, speeds: Speeds) -> str:
         times = [number(speeds.seconds(name, recipe, most)) for recipe in (PLAIN, FAST)]
         lasted.append([f"`{name}`", *times, *(ahead_in_time(found, speeds, name, budget) for budget in budgets(found))])
     seconds = (
-        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself (least squares and "
-        f"the like counted as {speeds.more.get(FAST, 0.0):.1f} epochs of {FAST}, by the runs' clocks); and {FAST} − "
+        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself (least squares "
+        f"and the like counted as {speeds.more.get(FAST, 0.0):.1f} epochs of {FAST}, by the runs' clocks); and {FAST} − "
         f"{PLAIN} in points if both take the time that {FAST} takes for so many epochs, {PLAIN} read off the line "
         "between two budgets over the logarithm of time.",
         grid(["candidate", PLAIN, FAST, *(f"same seconds, {budget}" for budget in budgets(found))], lasted),
