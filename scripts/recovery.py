@@ -111,11 +111,12 @@ def tables(found: Cells, speeds: Speeds) -> str:
         near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
         times = [number(speeds.seconds(name, recipe, most)) for recipe in (PLAIN, FAST)]
         lasted.append([f"`{name}`", *times, *(ahead_in_time(found, speeds, name, budget) for budget in budgets(found))])
+    more = speeds.more.get(FAST, 0.0)
     seconds = (
         f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself (least squares "
-        f"and the like counted as {speeds.more.get(FAST, 0.0):.1f} epochs of {FAST}, by the runs' clocks); and {FAST} − "
-        f"{PLAIN} in points if both take the time that {FAST} takes for so many epochs, {PLAIN} read off the line "
-        "between two budgets over the logarithm of time.",
+        f"and the like count as {more:.1f} epochs of {FAST}, by the runs' clocks); and {FAST} − {PLAIN} in points if both "
+        f"take the time that {FAST} takes for so many epochs, {PLAIN} read off the line between two budgets over the "
+        "logarithm of time.",
         grid(["candidate", PLAIN, FAST, *(f"same seconds, {budget}" for budget in budgets(found))], lasted),
     )
     return "\n\n".join((
