@@ -5,9 +5,8 @@
 A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is so
 many epochs, whatever a recipe does with an image, so recipes of one budget need not take the same time. Seconds, for a
 second picture beside the first, are those of a training that has the device to itself, from files that `linvit bench
-training` wrote, one a recipe: runs that share a device say little about its speed. That command times a recipe's
-longest stage. What comes before it, least squares above all, is taken from the runs' own clocks, as so many epochs of
-that stage.
+training` wrote, one a recipe: runs that share a device say little about its speed. Older files have the longest stage
+alone. What comes before it, least squares above all, is then taken from the runs' own clocks, as so many epochs of it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -35,17 +34,24 @@ MARKS = "<!-- recovery -->", "<!-- /recovery -->"
 
 @dataclass(frozen=True)
 class Speeds:
-    """Epochs a second, by recipe and mechanism, and how many epochs more than its budget a recipe's stages take."""
+    """Epochs a second, by recipe and mechanism, and how many seconds go to what is no step; where that was not timed,
+    how many epochs more than its budget a recipe's stages take."""
 
     rates: dict[tuple[str, str], float]
     more: dict[str, float]
+    before: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.rates)
 
     def seconds(self, name: str, recipe: str, budget: float) -> float | None:
-        rate = self.rates.get((recipe, name.partition(":")[0]))
-        return (budget + self.more.get(recipe, 0.0)) / rate if rate else None
+        place = recipe, name.partition(":")[0]
+        rate = self.rates.get(place)
+        if rate is None:
+            return None
+        if place in self.before:
+            return self.before[place] + budget / rate
+        return (budget + self.more.get(recipe, 0.0)) / rate
 
 
 @dataclass(frozen=True)
@@ -111,12 +117,14 @@ def tables(found: Cells, speeds: Speeds) -> str:
         near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
         times = [number(speeds.seconds(name, recipe, most)) for recipe in (PLAIN, FAST)]
         lasted.append([f"`{name}`", *times, *(ahead_in_time(found, speeds, name, budget) for budget in budgets(found))])
-    more = speeds.more.get(FAST, 0.0)
+    more = 0.0 if speeds.before else speeds.more.get(FAST, 0.0)
+    counted_as = (
+        f" (least squares and the like count as {more:.1f} epochs of {FAST}, by the runs' clocks)" if more else ""
+    )
     seconds = (
-        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself (least squares "
-        f"and the like count as {more:.1f} epochs of {FAST}, by the runs' clocks); and {FAST} − {PLAIN} in points if both "
-        f"take the time that {FAST} takes for so many epochs, {PLAIN} read off the line between two budgets over the "
-        "logarithm of time.",
+        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself{counted_as}; "
+        f"and {FAST} − {PLAIN} in points if both take the time that {FAST} takes for so many epochs, {PLAIN} read off "
+        "the line between two budgets over the logarithm of time.",
         grid(["candidate", PLAIN, FAST, *(f"same seconds, {budget}" for budget in budgets(found))], lasted),
     )
     return "\n\n".join((
@@ -209,13 +217,17 @@ def read_speeds(files: Iterable[Path], runs: Iterable[Run] = ()) -> Speeds:
             recipe, budget = run.get("identity", "config", "recipe"), run.get("identity", "config", "epochs")
             more.setdefault(recipe, {}).setdefault(budget, []).append(took)
     found: dict[tuple[str, str], float] = {}
+    before: dict[tuple[str, str], float] = {}
     for file in files:
         result = json.loads(file.read_text(encoding="utf-8"))
         for row in result["rows"]:
             if row["status"] == "ok":
                 place = result["recipe"]["recipe"], row["attention"].partition(":")[0]
                 found[place] = row["images_per_second"] / result["images"]
-    return Speeds(found, {recipe: median(took[min(took)]) for recipe, took in more.items()})
+                if "seconds" in row:
+                    before[place] = sum(stage["prepare_seconds"] for stage in row["stages"])
+                    found[place] = result["recipe"]["epochs"] / (row["seconds"] - before[place])
+    return Speeds(found, {recipe: median(took[min(took)]) for recipe, took in more.items()}, before)
 
 
 def draw(found: Cells, teacher: float | None, path: Path, speeds: Speeds | None = None) -> None:

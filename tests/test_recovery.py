@@ -88,6 +88,12 @@ def test_what_comes_before_the_last_stage_counts(tmp_path: Path) -> None:
     write(tmp_path / "runs" / f"{made['key']}.json", made)
     found = recovery.read_speeds([], recovery.read([tmp_path]).runs)
     assert abs(found.more["fast"] - 1.3) < 1e-9 and not found
+    timed = {"attention": "stella", "status": "ok", "images_per_second": 5.0, "seconds": 10.0}
+    timed["stages"] = [{"prepare_seconds": 0.0}, {"prepare_seconds": 2.0}]
+    result = {"recipe": {"recipe": "fast", "epochs": 16}, "images": 6000, "rows": [timed]}
+    (tmp_path / "speeds.json").write_text(json.dumps(result))
+    speeds = recovery.read_speeds([tmp_path / "speeds.json"], recovery.read([tmp_path]).runs)
+    assert speeds.seconds("stella", "fast", 16) == 10.0 and speeds.seconds("stella", "fast", 8) == 6.0
     assert recovery.epochs_more(recovery.read([store(tmp_path / "plain")]).runs[0]) is None
 
 

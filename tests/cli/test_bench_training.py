@@ -51,6 +51,14 @@ def test_a_recipe_with_a_teacher_is_timed_with_it(recipe: str, linvit: Callable[
     assert len(rows) == 2
     for row in rows:  # labels have a tenth of the loss, the rest is how far the teacher is, which is where it began
         assert row["status"] == "ok" and row["loss"]["first"] < 0.5
+        stages = {stage["name"]: stage for stage in row["stages"]}
+        assert list(stages) == (["train"] if recipe == "distil" else ["align", "features", "finetune"])
+        assert sum(stage["epochs"] for stage in stages.values()) == 20
+        longest = stages.get("finetune") or stages["train"]
+        assert row["images_per_second"] == longest["images_per_second"]
+        stepping = sum(stage["epochs"] * 1437 / stage["images_per_second"] for stage in stages.values())
+        solving = row["seconds"] - stepping
+        assert (solving > 1e-3) == (recipe == "fast") and abs(solving) < 0.5 * row["seconds"]
 
 
 @pytest.mark.parametrize(

@@ -109,17 +109,19 @@ def print_training(result: dict[str, Any]) -> None:
     where, recipe = result["environment"], result["recipe"]
     setting = f"{recipe['recipe']}, {recipe['batch_size']} images a step, {recipe['precision']}"
     print(f"training {result['model']} by {setting} on {where['hardware']}, torch {where['torch']}")
-    made = columns("attention", "images/s", "quartiles", "ratio", "peak GiB", "start, s", "error")
+    whole = f"{recipe['epochs']:g} epochs, s"
+    made = columns("attention", "images/s", "quartiles", "ratio", whole, "peak GiB", "start, s", "error")
     softmax = next((row for row in result["rows"] if row["attention"] == "softmax" and row["status"] == "ok"), None)
     for row in result["rows"]:
         if row["status"] != "ok":
-            made.add_row(row["attention"], row["status"], "", "", "", "", f"{row['error']:.1e}")
+            made.add_row(row["attention"], row["status"], "", "", "", "", "", f"{row['error']:.1e}")
             continue
         low, high = row["windows"]["low"], row["windows"]["high"]
         ratio = row["images_per_second"] / softmax["images_per_second"] if softmax else None
         peak = f"{row['peak_bytes'] / 2**30:.2f}" if row["peak_bytes"] else "–"
         speed = f"{row['images_per_second']:,.0f}"
         start = f"{row['first_window_seconds']:.0f}" if "first_window_seconds" in row else "–"
-        cells = (speed, f"{low:,.0f} … {high:,.0f}", _number(ratio), peak, start, f"{row['error']:.1e}")
+        seconds = f"{row['seconds']:,.1f}" if "seconds" in row else "–"  # older results have none
+        cells = (speed, f"{low:,.0f} … {high:,.0f}", _number(ratio), seconds, peak, start, f"{row['error']:.1e}")
         made.add_row(row["attention"], *cells)
     _print(made)

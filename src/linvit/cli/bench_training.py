@@ -16,9 +16,7 @@ def training(
     model: Annotated[str, typer.Argument(help="A timm model, such as vit_tiny_patch16_224.")],
     data: Annotated[str, typer.Option(help="As for `linvit train`.")] = "digits",
     to: Annotated[str, typer.Option(help="Plans or mechanisms to convert to, with commas, beside softmax.")] = "stella",
-    recipe: Annotated[
-        str, typer.Option(help="Whose batches, augmentation, optimiser and losses; of several stages the longest.")
-    ] = "deit",
+    recipe: Annotated[str, typer.Option(help="Whose batches, augmentation, optimiser, losses and stages.")] = "deit",
     set_: Settings = None,
     steps: Annotated[int, typer.Option(help="Steps of each training.")] = 200,
     model_arg: ModelArg = None,
@@ -31,6 +29,8 @@ def training(
     as_json: Json = False,
 ) -> None:
     """Train a model with softmax and converted, one after the other, and count images per second, loader included.
+
+    Of a recipe in stages that is the longest one's; the seconds are those of all stages for all their epochs.
 
     \b
     Example: linvit bench training vit_tiny_patch16_224 --model-arg img_size=128 --data photos.tar --to stella
@@ -66,7 +66,7 @@ def training(
             teacher = None
             if config.needs_teacher:
                 teacher = open_teacher(config.teacher) if config.teacher else copy.deepcopy(built)
-            if name != "softmax":
+            if name != "softmax" or config.stages:  # stages align layers of ours, so softmax's have to be ours too
                 linvit.convert(built, plan)
             options: dict[str, Any] = {"teacher": teacher, "held": held, "loader": loader, "workers": workers}
             row = training_speed(built, train, config, steps=steps, **options)

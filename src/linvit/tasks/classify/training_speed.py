@@ -2,14 +2,17 @@
 
 Each model is first held against its own plain reference on a few images, and its loss has to be a number to the end: no
 speed of something broken. Speeds are taken over windows of steps after the first, in which things are compiled; how
-long that takes is noted as well. Of a recipe in stages the longest is timed, without the least squares before it.
+long that takes is noted as well. A recipe's stages are timed one after the other, the longest for as many steps as
+asked and the others for a few, and what is solved before them as well: together that is how long the recipe takes.
 """
 
 from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,50 +41,102 @@ def training_speed(
     loader: str = "auto",
     workers: int = 0,
 ) -> dict[str, Any]:
-    """A row of the result: the error of the logits, images per second over the windows, peak memory of the device."""
-    windows: list[float] = []
-    arrivals: list[float] = []
-    losses: list[float] = []
-
-    def watch(record: dict[str, Any]) -> None:
-        if record["kind"] == "train":
-            arrivals.append(time.perf_counter())
-            windows.append(record["images_per_second"])
-            losses.append(record["loss"])
-
+    """A row of the result: the error of the logits, images per second over the windows of the longest stage, peak
+    memory of the device, and the seconds of the whole recipe."""
     if steps < 3 * WINDOW:
         raise LinvitError(f"{steps} steps are too few for a speed: give at least {3 * WINDOW}")
-    settings = replace(config, log_steps=WINDOW, eval_epochs=1e6, cooldown_epochs=0, bn_images=0)
     batches = len(train) // config.batch_size
     if batches < 1:
         raise LinvitError(f"{train.name} has {len(train)} images, fewer than one batch of {config.batch_size}")
-    epochs = steps / batches
-    settings = replace(settings, epochs=epochs, warmup_epochs=min(config.warmup_epochs, 0.1 * epochs))
-    if config.stages:
-        longest = max(config.stages, key=lambda stage: stage.epochs)
-        settings = replace(settings, stages=(replace(longest, epochs=epochs, fit=0),))
-    options: dict[str, Any] = {"teacher": teacher, "held": held, "loader": loader, "workers": workers}
-    fitting = Fitting(model, train, None, settings, watch=watch, models=False, **options)
-    device = fitting.accelerator.device
-    images, _ = next(iter(fitting.source.epoch(0)))
-    error = error_of(model, images[:4], fitting)
-    if not error <= TOLERANCES[config.precision]:
-        return {"status": "wrong", "error": min(error, 1e30)}
+    stages = config.plan_of_stages()
+    longest = max(stages, key=lambda stage: stage.epochs)
+    row: dict[str, Any] = {}
+    parts: list[dict[str, Any]] = []
+    for stage in stages:
+        epochs = (steps if stage is longest else 3 * WINDOW) / batches
+        settings = replace(config, log_steps=WINDOW, eval_epochs=1e6, cooldown_epochs=0, bn_images=0, epochs=epochs)
+        settings = replace(settings, warmup_epochs=min(config.warmup_epochs, 0.1 * epochs))
+        if config.stages:
+            settings = replace(settings, stages=(replace(stage, epochs=epochs),))
+        timed = TimedStage(model, train, settings, teacher=teacher, held=held, loader=loader, workers=workers)
+        if not parts:
+            row["error"] = error = timed.error()
+            if not error <= TOLERANCES[config.precision]:
+                return {"status": "wrong", "error": min(error, 1e30)}
+        found = timed.run()
+        seconds = found["prepare_seconds"] + stage.epochs * len(train) / found["images_per_second"]
+        parts.append({"name": stage.name, "epochs": stage.epochs, "seconds": seconds, **found})
+        row |= found if stage is longest else {}
+    row["peak_bytes"] = max(part["peak_bytes"] for part in parts) if parts[0]["peak_bytes"] is not None else None
+    del row["prepare_seconds"]
+    return {"status": "ok", **row, "stages": parts, "seconds": sum(part["seconds"] for part in parts)}
+
+
+class TimedStage:
+    """One stage of a training, watched."""
+
+    def __init__(self, model: nn.Module, train: Split, settings: Config, **options: Any) -> None:
+        self.windows: list[float] = []
+        self.losses: list[float] = []
+        self.arrived, self.prepared = 0.0, 0.0
+        self.model = model
+        self.fitting = Fitting(model, train, None, settings, watch=self.watch, models=False, **options)
+        self.device = self.fitting.accelerator.device
+        for phase in self.fitting.phases:
+            if phase.prepare is not None:
+                phase.prepare = partial(self.prepare, phase.prepare)
+
+    def watch(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train":
+            self.arrived = self.arrived or time.perf_counter()
+            self.windows.append(record["images_per_second"])
+            self.losses.append(record["loss"])
+
+    def prepare(self, call: Callable[..., object], batches: Iterator[Any]) -> None:
+        """What comes before the first step, done twice: the first time, libraries are loaded. Only as many batches are
+        fetched as it wants."""
+        fetched: list[Any] = []
+        spent = 0.0
+
+        def fetch() -> Iterator[Any]:
+            nonlocal spent
+            begin = now(self.device)
+            for batch in batches:
+                spent += now(self.device) - begin
+                fetched.append(batch)
+                yield batch
+                begin = now(self.device)
+
+        call(fetch())
+        begin = now(self.device)
+        call(iter(fetched))
+        self.prepared = now(self.device) - begin + spent
+
+    def error(self) -> float:
+        images, _ = next(iter(self.fitting.source.epoch(0)))
+        return error_of(self.model, images[:4], self.fitting)
+
+    def run(self) -> dict[str, Any]:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        begin = time.perf_counter()
+        self.fitting.run()
+        speeds = Timing.of(self.windows[1:])
+        return {
+            "images_per_second": speeds.median,
+            "windows": asdict(speeds),
+            "first_window_seconds": self.arrived - begin,
+            "prepare_seconds": self.prepared,
+            "loss": {"first": self.losses[0], "last": self.losses[-1]},
+            "peak_bytes": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+        }
+
+
+def now(device: torch.device) -> float:
+    """The time, when the device has done what it was given."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    begin = time.perf_counter()
-    fitting.run()
-    speeds = Timing.of(windows[1:])
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {
-        "status": "ok",
-        "error": error,
-        "images_per_second": speeds.median,
-        "windows": asdict(speeds),
-        "first_window_seconds": arrivals[0] - begin,
-        "loss": {"first": losses[0], "last": losses[-1]},
-        "peak_bytes": peak,
-    }
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def error_of(model: nn.Module, images: torch.Tensor, fitting: Fitting) -> float:
