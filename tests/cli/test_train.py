@@ -110,6 +110,11 @@ def test_without_labels(linvit: Linvit, tmp_path: Path) -> None:
     trained = [record for record in records if record.get("stage") == "finetune"]
     assert trained and all("agreement" in record and "accuracy" not in record for record in trained)
 
+    shutil.rmtree(photos / "val")
+    shutil.copytree(loose / "val", photos / "val")
+    refused = linvit("train", *MODEL, f"--data={photos}", *how, "-o", str(tmp_path / "half"))
+    assert refused.code == 2 and "has no labels to validate by" in refused.err
+
     best = str(tmp_path / "run" / "best")
     shown = linvit("eval", best, f"--data={loose}", f"--teacher={best}", "-o", str(tmp_path / "each.json"))
     assert "agrees with the teacher on 100.00 % of 6 images" in shown.out
@@ -122,6 +127,7 @@ def test_without_labels(linvit: Linvit, tmp_path: Path) -> None:
         (["train", *MODEL, "--recipe=deit", "-o", "x"], "has no labels to learn from: choose a recipe with a teacher"),
         (["train", *MODEL, *how, "--set=stages.finetune.epochs=1", "--set=distillation=none", "-o", "x"],
          "has no labels to learn from: choose a recipe with a teacher"),
+        (["train", *MODEL, *how, "--set=distillation_weight=0.5", "-o", "x"], "set distillation_weight=1"),
     ):  # fmt: skip
         refused = linvit(*args, f"--data={loose}", "--device=cpu")
         assert refused.code == 2 and message in refused.err

@@ -64,7 +64,8 @@ def train(
         raise LinvitError(f"{output} is a file: give a folder")
     accelerator = make_accelerator(config, device)
     sets = open_data(data, root=root, unlabelled=True)
-    if not sets[0].labelled and config.needs_labels and config.distillation != "none":
+    asked = any(setting.partition("=")[0].strip() == "distillation_weight" for setting in set_ or [])
+    if not sets[0].labelled and config.needs_labels and config.distillation != "none" and not asked:
         config = override(config, ["distillation_weight=1"])
         if accelerator.is_main_process:
             print(f"{data} has no labels: the teacher's answers are all there is to learn", file=sys.stderr)

@@ -84,6 +84,10 @@ def test_images_without_classes_are_for_who_asks(tmp_path: Path) -> None:
         reds = [picture.getpixel((0, 0))[0] for picture, _ in list_all(train)]
         assert reds == list(range(12)) and train.filename(10).endswith("train/10.png")
         check_outputs(train, 1)
+    one = make_archive(folder / "train", tmp_path / "one.tar", prefix="holiday/train")
+    for data in (folder / "train", one):  # nothing but images
+        train, validation = open_data(data, unlabelled=True)
+        assert (len(train), len(validation)) == (11, 1) and not (train.labelled or validation.labelled)
     labelled = make_folder(tmp_path / "pets")
     for file in (labelled / "train").rglob("*.png"):
         file.rename(labelled / "train" / f"{file.parent.name}{file.name}")
@@ -113,7 +117,7 @@ def test_of_a_set_without_splits_some_is_held_out(tmp_path: Path) -> None:
         known = {fingerprint(images, Preprocessing((8, 8)), False, (8, 8)) for images in (train, validation)}
         assert len(known | {split_digest(train), split_digest(validation)}) == 4
     with pytest.raises(LinvitError, match="too few images to hold some out"):
-        open_data(make_archive(folder / "c", tmp_path / "one.tar"))
+        open_data(make_archive(folder / "c", tmp_path / "one.tar"), unlabelled=True)
 
 
 def test_imagenette_is_read_in_place() -> None:

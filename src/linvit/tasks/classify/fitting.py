@@ -150,7 +150,7 @@ def check_labels(config: Config, train: Split, validation: Split | None) -> None
     if not train.labelled and config.needs_labels:
         hint = "set distillation_weight=1" if config.distillation != "none" else "choose a recipe with a teacher"
         raise LinvitError(f"{train.name} has no labels to learn from: {hint}, or put images in CLASS folders")
-    if validation is not None and not validation.labelled and not config.needs_teacher:
+    if validation is not None and train.labelled and not validation.labelled:
         raise LinvitError(f"{validation.name} has no labels to validate by: put images in CLASS folders")
 
 

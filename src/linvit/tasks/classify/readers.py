@@ -146,8 +146,8 @@ class Part(Reader):
 
 
 class TarReader(Reader):
-    """An archive of an image folder, `name/split/class/*.jpg` or less deep, read in place; images right in the folder
-    of a split have no labels.
+    """An archive of an image folder, `name/split/class/*.jpg` or less deep, read in place. Images right in the folder
+    of a split have no labels, nor have those of an archive of one folder.
 
     timm's own tar reader makes one class of each innermost folder, over all splits. This one reads by offset, so that
     threads and worker processes can share it.
@@ -166,7 +166,8 @@ class TarReader(Reader):
         where = f"{path} ({chosen})" if chosen else str(path)
         self.chosen = chosen
         names = {name.parent.name for name, *_ in found}
-        if chosen and all(len(name.parts) == depth + 2 for name, *_ in found):
+        loose = {len(name.parts) for name, *_ in found} == {depth + 2} if chosen else len(names) == 1
+        if loose:
             self.class_to_idx: dict[str, int] = {}
         else:
             check_classes(names, classes, where)
