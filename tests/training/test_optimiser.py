@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage
 from linvit.training.muon import Muon, matrices_in
 from linvit.training.optimiser import clip, make_optimiser, select_trainable
@@ -99,6 +100,18 @@ def test_muon_moves_the_inner_matrices() -> None:
         f"{n}.weight" for n in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
     }
     assert {parts for group in made.param_groups for parts in group.get("parts", [])} == {1, 3}
+
+
+@pytest.mark.parametrize("which, names", [("attention", {"qkv", "proj"}), ("fc2", {"fc2"}), ("mechanism", set())])
+def test_muon_moves_only_what_it_is_told(which: str, names: set[str]) -> None:
+    model = small_model("stella")
+    named = select_trainable(model, "all")
+    made = make_optimiser(Config(optimiser="muon", muon=which), model, named)
+    inner = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
+    assert {name.split(".")[-2] for name, p in named.items() if id(p) in inner} == names
+    assert sum(len(group["params"]) for group in made.param_groups) == len(named)
+    with pytest.raises(LinvitError, match="muon '\\(' is no regular expression"):
+        make_optimiser(Config(optimiser="muon", muon="("), model, named)
 
 
 def decaying(config: Config) -> set[str]:

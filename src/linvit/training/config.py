@@ -60,6 +60,7 @@ class Config:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9  # of sgd; Muon's is 0.95
+    muon: str = "all"  # which matrices `muon` moves, in the words of a stage's `trainable`; the rest has AdamW
     lr: float = 5e-4
     lr_batch: int | None = None  # lr is for this many images a step and grows in proportion; None: as it is
     schedule: str = "cosine"

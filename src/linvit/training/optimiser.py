@@ -18,16 +18,7 @@ from linvit.training.muon import Muon, matrices_in
 
 def select_trainable(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
     """Let these parameters learn and no others: all, attention, mechanism, or a regular expression over their names."""
-    hosts = {name: module for name, module in model.named_modules() if isinstance(module, Host)}
-    if which in ("attention", "mechanism"):
-        owners = [host if which == "attention" else host.mechanism for host in hosts.values()]
-        chosen = {id(parameter) for owner in owners for parameter in owner.parameters()}
-    else:
-        try:
-            pattern = re.compile("" if which == "all" else which)
-        except re.error as error:
-            raise LinvitError(f"trainable '{which}' is no regular expression: {error}") from None
-        chosen = {id(parameter) for name, parameter in model.named_parameters() if pattern.search(name)}
+    chosen = named_by(model, which, "trainable")
     found = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(id(parameter) in chosen)
@@ -36,6 +27,19 @@ def select_trainable(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
     if not found:
         raise LinvitError(f"no parameter of the model is '{which}': nothing would learn")
     return found
+
+
+def named_by(model: nn.Module, which: str, field: str) -> set[int]:
+    """The parameters, by their ids, that a field of the config means."""
+    if which in ("attention", "mechanism"):
+        hosts = [module for module in model.modules() if isinstance(module, Host)]
+        owners = [host if which == "attention" else host.mechanism for host in hosts]
+        return {id(parameter) for owner in owners for parameter in owner.parameters()}
+    try:
+        pattern = re.compile("" if which == "all" else which)
+    except re.error as error:
+        raise LinvitError(f"{field} '{which}' is no regular expression: {error}") from None
+    return {id(parameter) for name, parameter in model.named_parameters() if pattern.search(name)}
 
 
 def decays(name: str, parameter: Tensor, rule: str, own: Iterable[str]) -> bool:
@@ -51,10 +55,11 @@ def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Par
     """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was no number."""
     own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
     head = classifier_name(model)
+    matrices = named_by(model, config.muon, "muon") if config.optimiser == "muon" else set()
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in trainable.items():
         decay = decays(name, parameter, config.no_decay, own)
-        inner = config.optimiser == "muon" and parameter.ndim == 2 and not (head and name.startswith(head + "."))
+        inner = id(parameter) in matrices and parameter.ndim == 2 and not (head and name.startswith(head + "."))
         group = groups.setdefault((decay, inner), {"params": [], "weight_decay": config.weight_decay if decay else 0.0})
         group["params"].append(parameter)
         if inner:
