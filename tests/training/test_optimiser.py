@@ -72,6 +72,19 @@ def test_muon_is_torchs_muon() -> None:
         assert (a - b).norm() < 0.03 * (b - start).norm()  # directions are found in bfloat16
 
 
+def test_muon_at_times_the_rate() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(8, 24)
+    quick, times = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    made = Muon(
+        [{"params": [quick], "parts": [1], "lr": 4e-2}, {"params": [times], "parts": [1], "times": 4.0}], lr=1e-2
+    )
+    quick.grad = times.grad = torch.randn(8, 24)
+    made.step()
+    torch.testing.assert_close(quick, times)
+    assert (quick - start).square().mean().sqrt() == pytest.approx(0.2 * 4e-2, rel=0.3)
+
+
 def test_muon_leaves_out_a_bad_step() -> None:
     torch.manual_seed(0)
     matrix, vector = torch.nn.Parameter(torch.randn(8, 8)), torch.nn.Parameter(torch.randn(8))
@@ -110,6 +123,8 @@ def test_muon_moves_only_what_it_is_told(which: str, names: set[str]) -> None:
     inner = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
     assert {name.split(".")[-2] for name, p in named.items() if id(p) in inner} == names
     assert sum(len(group["params"]) for group in made.param_groups) == len(named)
+    config = Config(optimiser="muon", muon=which, muon_lr=4)
+    assert all(group["times"] == 4 for group in make_optimiser(config, model, named).param_groups if "parts" in group)
     with pytest.raises(LinvitError, match="muon '\\(' is no regular expression"):
         make_optimiser(Config(optimiser="muon", muon="("), model, named)
 

@@ -23,7 +23,7 @@ from linvit.attention import TokenGrid
 from linvit.conversion.convert import current_mechanism, find_hosts
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError, unknown
-from linvit.training.distillation import Teacher, check_teacher, divergence, relative_error
+from linvit.training.distillation import Distance, Teacher, check_teacher, divergence
 from linvit.training.losses import logits_of
 from linvit.training.taps import Call, Taps, detached, main
 
@@ -95,7 +95,7 @@ class AttentionAlignment:
     def __init__(self, teacher: Teacher, student: nn.Module, *, inputs: str = "teacher") -> None:
         if inputs not in INPUTS:
             raise unknown("kind of inputs", inputs, INPUTS)
-        self.teacher, self.inputs = teacher, inputs
+        self.teacher, self.inputs, self.distance = teacher, inputs, Distance()
         self.names = hosts_to_align(teacher.model, student)
         self.originals, self.layers = Layers(teacher.model, self.names), Layers(student, self.names)
         source = teacher.model if inputs == "teacher" else student
@@ -124,7 +124,7 @@ class AttentionAlignment:
             calls, ours = self.taps.take()
             with torch.no_grad(), self.teacher.arithmetic(images):
                 wanted = {name: self.answer(name, calls[name], images) for name in self.names}
-        return {name: relative_error(ours[name], wanted[name].detach()) for name in self.names}
+        return {name: self.distance(ours[name], wanted[name].detach()) for name in self.names}
 
     def answer(self, name: str, call: Call, images: Tensor) -> Tensor:
         """The original's output for what the student's layer saw."""
@@ -151,6 +151,7 @@ class FeatureAlignment:
 
     def __init__(self, teacher: Teacher, student: nn.Module, *, logits: float = 0.0, temperature: float = 1.0) -> None:
         self.teacher, self.logits, self.temperature = teacher, logits, temperature
+        self.distance = Distance()
         if logits:
             check_teacher(teacher.model, student)
         hosts_to_align(teacher.model, student)
@@ -168,7 +169,7 @@ class FeatureAlignment:
         self.ours.listen()
         output = model(images)
         seen, shown = self.ours.take()[1], self.theirs.take()[1]
-        errors = torch.stack([relative_error(seen[name], detached(shown[name])) for name in self.names])
+        errors = torch.stack([self.distance(seen[name], detached(shown[name])) for name in self.names])
         loss, entries = errors.mean(), {"worst": errors.max().detach(), "features": errors.mean().detach()}
         if self.logits:
             apart = divergence(logits_of(output), wanted, self.temperature)

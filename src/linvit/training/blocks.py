@@ -22,7 +22,8 @@ ROOM = 64  # forms of one block that the compiler may keep: stages of a pyramid,
 
 
 def parts_of(objective: Objective, model: nn.Module) -> list[nn.Module]:
-    """What repeats in a step of this objective, in the model and in the teacher if there is one."""
+    """What repeats in a step of this objective: in the model, in the teacher if there is one, and the distance between
+    what comes out of the two."""
     teacher = getattr(getattr(objective, "teacher", None), "model", None)
     found: list[nn.Module] = []
     for each in (model, teacher):
@@ -31,7 +32,8 @@ def parts_of(objective: Objective, model: nn.Module) -> list[nn.Module]:
         layers = isinstance(objective, AttentionAlignment)
         names = [name for name, _ in find_hosts(each)] if layers else blocks_around_hosts(each)
         found += [each.get_submodule(name) for name in names]
-    return found
+    distance = getattr(objective, "distance", None)
+    return [*found, distance] if found and distance is not None else found
 
 
 class Blocks:

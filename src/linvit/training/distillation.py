@@ -98,7 +98,7 @@ class Distillation:
         self.teacher, self.kind, self.weight, self.temperature = teacher, kind, weight, temperature
         self.supervised, self.labelled = supervised or Supervised(), labelled
         pairs = dict(features) if isinstance(features, Mapping) else {name: name for name in features}
-        self.pairs, self.feature_weight = pairs, feature_weight
+        self.pairs, self.feature_weight, self.distance = pairs, feature_weight, Distance()
         self.ours, self.theirs = Taps(student, pairs), Taps(teacher.model, set(pairs.values()))
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class Distillation:
         else:
             loss, entries["agreement"] = taught, accuracy(heard, wanted.argmax(-1))
         if self.pairs:
-            errors = [feature_error(seen[ours], shown[theirs]) for ours, theirs in self.pairs.items()]
+            errors = [self.distance(seen[ours], shown[theirs]) for ours, theirs in self.pairs.items()]
             entries["features"] = torch.stack(errors).mean().detach()
             loss = loss + self.feature_weight * torch.stack(errors).mean()
         return {"loss": loss, **entries}
@@ -176,6 +176,14 @@ def feature_error(ours: Tensor, theirs: Tensor) -> Tensor:
     if ours.shape[-1] != theirs.shape[-1]:
         ours = ours.float() @ best_map(ours.detach().flatten(0, -2).float(), theirs.flatten(0, -2).float())
     return relative_error(ours, theirs)
+
+
+class Distance(nn.Module):
+    """`feature_error` as a module: a step that is compiled block by block has it compiled too, for it reads the whole
+    stream several times over."""
+
+    def forward(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        return feature_error(ours, theirs)
 
 
 def best_map(ours: Tensor, theirs: Tensor) -> Tensor:

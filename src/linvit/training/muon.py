@@ -20,15 +20,31 @@ ITERATIONS = 5
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Nearly the orthogonal factor of each matrix `(count, rows, columns)`, by Newton–Schulz iteration in bfloat16."""
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT.bfloat16() if tall else matrices.bfloat16()
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    """Nearly the orthogonal factor of each wide matrix `(count, rows, columns)`, by Newton–Schulz iteration in their
+    precision, which is bfloat16."""
     a, b, c = COEFFICIENTS
+    x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x
+
+
+def directions(matrices: list[Tensor]) -> list[Tensor]:
+    """The orthogonal factors of stacks of matrices `(count, rows, columns)`. Stacks of one shape go together, and so do
+    those of its transpose: a step of a small model is as long as it has kernels."""
+    wide = [stack.mT if stack.shape[-2] > stack.shape[-1] else stack for stack in matrices]
+    shapes: dict[torch.Size, list[int]] = {}
+    for index, stack in enumerate(wide):
+        shapes.setdefault(stack.shape[1:], []).append(index)
+    found: dict[int, Tensor] = {}
+    for together in shapes.values():
+        factors = orthogonal(torch.cat([wide[index].bfloat16() for index in together]))
+        found |= zip(together, factors.split([len(wide[index]) for index in together]), strict=True)
+    return [
+        found[index].mT.contiguous() if stack.shape[-2] > stack.shape[-1] else found[index]
+        for index, stack in enumerate(matrices)
+    ]
 
 
 def matrices_in(name: str, matrix: Tensor) -> int:
@@ -38,7 +54,8 @@ def matrices_in(name: str, matrix: Tensor) -> int:
 
 
 class Muon(torch.optim.AdamW):
-    """Groups with `parts`, a count for each of their parameters, are moved by Muon, the others by AdamW."""
+    """Groups with `parts`, a count for each of their parameters, are moved by Muon, at `times` the rate; the others by
+    AdamW."""
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -73,19 +90,28 @@ class Muon(torch.optim.AdamW):
         rate = group["lr"]
         if not isinstance(rate, Tensor):  # the same arithmetic, to the bit, as with a rate that lies on the device
             rate = torch.full((), rate, device=group["params"][0].device)
+        rate = rate * group.get("times", 1.0)
+        bad = torch.zeros_like(rate, dtype=torch.bool) if found is None else found > 0
+        befores, afters, aheads = [], [], []
         for (parts, rows, columns), parameters in shapes.items():
             gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
-            before = torch.stack([self.momentum_of(p) for p in parameters])
-            after = before.lerp(gradients, 1 - self.momentum)
-            ahead = gradients.lerp(after, self.momentum).view(-1, rows // parts, columns)
+            befores.append(torch.stack([self.momentum_of(p) for p in parameters]))
+            afters.append(befores[-1].lerp(gradients, 1 - self.momentum))
+            aheads.append(gradients.lerp_(afters[-1], self.momentum).view(-1, rows // parts, columns))
+        moved: list[Tensor] = []
+        changes: list[Tensor] = []
+        momenta: list[Tensor] = []
+        every = zip(shapes.items(), befores, afters, directions(aheads), strict=True)
+        for ((parts, rows, columns), parameters), before, after, direction in every:
             size = 0.2 * max(rows // parts, columns) ** 0.5
-            change = (orthogonal(ahead).float() * size).view(gradients.shape).to(gradients.dtype) * rate
-            change = change + torch.stack(parameters) * (group["weight_decay"] * rate)
-            if found is not None:
-                change = torch.where(found > 0, torch.zeros_like(change), change)
-                after = torch.where(found > 0, before, after)
-            torch._foreach_sub_(parameters, list(change.unbind()))
-            torch._foreach_copy_([self.momentum_of(p) for p in parameters], list(after.unbind()))
+            change = torch.where(bad, 0, direction).to(after.dtype) * (size * rate)
+            moved += parameters
+            changes += change.reshape(after.shape).unbind()
+            momenta += torch.where(bad, before, after).unbind()
+        if group["weight_decay"]:
+            torch._foreach_mul_(moved, torch.where(bad, 1, 1 - group["weight_decay"] * rate))
+        torch._foreach_sub_(moved, changes)
+        torch._foreach_copy_([self.momentum_of(p) for p in moved], momenta)
 
     def momentum_of(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

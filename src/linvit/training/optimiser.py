@@ -64,6 +64,7 @@ def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Par
         group["params"].append(parameter)
         if inner:
             group.setdefault("parts", []).append(matrices_in(name, parameter))
+            group["times"] = config.muon_lr
     given = list(groups.values())
     if config.optimiser == "sgd":
         return torch.optim.SGD(given, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
