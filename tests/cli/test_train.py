@@ -51,7 +51,7 @@ def test_fast_converts_aligns_and_learns(linvit: Linvit, teacher: Path, tmp_path
     assert list(dict.fromkeys(stages)) == ["align", "features", "finetune"]
     assert "holds a run: --resume goes on" in linvit("train", str(teacher / "best"), "--data=digits", *args).err
     again = linvit("train", str(teacher / "best"), "--data=digits", *args, "--resume", "--json")
-    assert again.code == 0 and again.json["steps"] == 11
+    assert again.code == 0 and again.json["steps"] == 12
     other = linvit("train", str(teacher / "best"), "--data=digits", *args, "--resume", "--set=lr=1")
     assert other.code == 2 and "was begun with lr=0.0005: resume it so" in other.err
     assert linvit("show", "masks", str(tmp_path / "run"), "--json").code == 0

@@ -68,6 +68,7 @@ def test_fast_has_three_stages() -> None:
     assert [stage.objective for stage in config.stages] == ["alignment", "features", "supervised"]
     assert sum(stage.epochs for stage in config.stages) == config.epochs
     assert config.needs_teacher
+    assert all(config.lr == (stage.lr or config.lr) for stage in config.stages)  # so --set lr=… means all of them
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -101,8 +102,8 @@ def test_values_are_typed() -> None:
 
 def test_stages_can_be_set() -> None:
     changed = override(recipe("fast"), ["stages.align.epochs=4", "stages.align.lr=none"])
-    assert changed.stages[0] == Stage("align", "alignment", 4, None, "attention") and changed.epochs == 22
-    assert [stage.epochs for stage in override(recipe("fast"), ["epochs=5"]).stages] == [0.5, 0.25, 4.25]
+    assert changed.stages[0] == Stage("align", "alignment", 4, None, "attention") and changed.epochs == 23
+    assert [stage.epochs for stage in override(recipe("fast"), ["epochs=5"]).stages] == [0.25, 0.25, 4.5]
     plain = override(recipe("fast"), ["stages.align.epochs=0", "stages.features.epochs=0", "epochs=20"])
     assert [(stage.name, stage.epochs) for stage in plain.stages] == [("finetune", 20)]
     back = override(recipe("fast"), ["stages.align.epochs=0", "stages.align.lr=1", "stages.align.epochs=2"])
