@@ -1,18 +1,20 @@
 """What conversion loses and training returns: tables and a picture of the recovery experiment's store.
 
     python scripts/recovery.py benchmarks/stores/recovery docs/results.md docs/recovery.png SPEEDS.json …
+        [--before STORE]
 
 A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is so
 many epochs, whatever a recipe does with an image, so recipes of one budget need not take the same time. Seconds, for a
 second picture beside the first, are those of a training that has the device to itself, from files that `linvit bench
 training` wrote, one a recipe: runs that share a device say little about its speed. Older files have the longest stage
 alone. What comes before it, least squares above all, is then taken from the runs' own clocks, as so many epochs of it.
+A store of an earlier form of the fast recipe, given after `--before`, has columns of its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,7 +28,7 @@ from matplotlib.figure import Figure
 from linvit.comparison.report.reading import Run, read
 from linvit.comparison.statistics import Difference, difference, estimate
 
-PLAIN, FAST = "distil", "fast"
+PLAIN, FAST, BEFORE = "distil", "fast", "fast before"
 COLOURS = {PLAIN: "#8d99ae", FAST: "#d1495b"}
 ORDER = ("softmax", "mixa", "stella", "relu_linear")  # first; then the others, as they are called
 MARKS = "<!-- recovery -->", "<!-- /recovery -->"
@@ -77,10 +79,13 @@ class Cell:
 Cells = dict[tuple[str, str, int], Cell]  # by candidate, recipe and budget
 
 
-def cells(runs: Iterable[Run]) -> Cells:
+def cells(runs: Iterable[Run], before: Iterable[Run] = ()) -> Cells:
+    """The runs by what they are; of the earlier ones those by the fast recipe, under another name."""
     found: Cells = {}
-    for run in runs:
-        recipe, epochs = run.get("identity", "config", "recipe"), round(run.get("identity", "config", "epochs"))
+    named = [(run.get("identity", "config", "recipe"), run) for run in runs]
+    named += [(BEFORE, run) for run in before if run.get("identity", "config", "recipe") == FAST]
+    for recipe, run in named:
+        epochs = round(run.get("identity", "config", "epochs"))
         found.setdefault((run.candidate, recipe, epochs), Cell({})).runs[run.seed] = run
     return found
 
@@ -100,7 +105,9 @@ def budgets(found: Cells) -> list[int]:
 def tables(found: Cells, speeds: Speeds) -> str:
     """What was reached, how it compares, and how near it came to the teacher."""
     most = budgets(found)[-1]
-    columns = [(recipe, budget) for recipe in (PLAIN, FAST) for budget in budgets(found)]
+    recipes = [recipe for recipe in (PLAIN, FAST, BEFORE) if any(key[1] == recipe for key in found)]
+    ours = [recipe for recipe in recipes if recipe != PLAIN]
+    columns = [(recipe, budget) for recipe in recipes for budget in budgets(found)]
     reached, counted, compared, near, lasted = [], [], [], [], []
     for name in names(found):
         mine = [cell for (candidate, _, _), cell in found.items() if candidate == name]
@@ -109,10 +116,10 @@ def tables(found: Cells, speeds: Speeds) -> str:
         seeds = [str(len(cell.runs)) if (cell := found.get((name, *column))) else "–" for column in columns]
         reached.append([f"`{name}`", number(zero), *tops])
         counted.append([f"`{name}`", *seeds])
-        gains = [apart(found, (name, FAST, budget), (name, PLAIN, budget)) for budget in budgets(found)]
-        lost = [apart(found, (name, recipe, most), ("softmax", recipe, most)) for recipe in (PLAIN, FAST)]
+        gains = [apart(found, (name, us, b), (name, PLAIN, b)) for us in ours for b in budgets(found)]
+        lost = [apart(found, (name, recipe, most), ("softmax", recipe, most)) for recipe in recipes]
         compared.append([f"`{name}`", *gains, *lost])
-        ends = [found.get((name, recipe, most)) for recipe in (PLAIN, FAST)]
+        ends = [found.get((name, recipe, most)) for recipe in recipes]
         alike = [number(cell and cell.mean("conversion", "agreement")) for cell in ends]
         near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
         times = [number(speeds.seconds(name, recipe, most)) for recipe in (PLAIN, FAST)]
@@ -133,11 +140,11 @@ def tables(found: Cells, speeds: Speeds) -> str:
         "Over how many seeds these are:",
         grid(["candidate", *(f"seeds of {recipe}, {budget}" for recipe, budget in columns)], counted),
         "Paired differences in points over seeds and images, with their 95 % intervals.",
-        grid(["candidate", *(f"fast − distil, {budget}" for budget in budgets(found)),
-              *(f"to softmax, both by {recipe}, {most}" for recipe in (PLAIN, FAST))], compared),
+        grid(["candidate", *(f"{us} − distil, {budget}" for us in ours for budget in budgets(found)),
+              *(f"to softmax, both by {recipe}, {most}" for recipe in recipes)], compared),
         f"Nearness to the teacher after {most} epochs: the same answer, in percent, and KL divergence.",
-        grid(["candidate", *(f"agreement, {recipe}" for recipe in (PLAIN, FAST)),
-              *(f"KL, {recipe}" for recipe in (PLAIN, FAST))], near),
+        grid(["candidate", *(f"agreement, {recipe}" for recipe in recipes),
+              *(f"KL, {recipe}" for recipe in recipes)], near),
         *(seconds if speeds else ()),
     ))  # fmt: skip
 
@@ -273,9 +280,9 @@ def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speed
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def main(store: Path, page: Path, picture: Path, *speeds: Path) -> None:
+def main(store: Path, page: Path, picture: Path, *speeds: Path, before: Path | None = None) -> None:
     results = read([store])
-    found = cells(results.runs)
+    found = cells(results.runs, read([before]).runs if before else ())
     teachers = [run.number("conversion", "teacher_top1") for run in results.runs]
     teacher = next((value for value in teachers if value is not None), None)
     draw(found, teacher, picture)
@@ -286,4 +293,8 @@ def main(store: Path, page: Path, picture: Path, *speeds: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    asked = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    asked.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="the store, the page, the picture, speeds")
+    asked.add_argument("--before", type=Path, help="a store of an earlier form of the fast recipe")
+    given = asked.parse_args()
+    main(*given.paths, before=given.before)
