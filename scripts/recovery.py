@@ -104,9 +104,9 @@ def budgets(found: Cells) -> list[int]:
 
 def tables(found: Cells, speeds: Speeds) -> str:
     """What was reached, how it compares, and how near it came to the teacher."""
-    most = budgets(found)[-1]
     recipes = [recipe for recipe in (PLAIN, FAST, BEFORE) if any(key[1] == recipe for key in found)]
     ours = [recipe for recipe in recipes if recipe != PLAIN]
+    most = max(budget for _, recipe, budget in found if recipe in (ours or recipes))  # plain ones may go on for longer
     columns = [(recipe, budget) for recipe in recipes for budget in budgets(found)]
     reached, counted, compared, near, lasted = [], [], [], [], []
     for name in names(found):

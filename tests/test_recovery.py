@@ -79,6 +79,28 @@ def test_recipes_at_the_same_seconds(tmp_path: Path) -> None:
     assert recovery.ahead_in_time(found, speeds, "softmax", 2) == ""  # never timed
 
 
+def test_plain_distillation_that_lasts_longer(tmp_path: Path) -> None:
+    """It says what as many seconds would have given, and the tables stay those of the longest budget of both."""
+    made = store(tmp_path / "store")
+    longer = run("stella", 8, 0, "distil", 40, 71.0, "abcd")
+    longer["identity"]["config"]["recipe"] = "distil"
+    write(made / "runs" / f"{'f' * 16}.json", {**longer, "key": "f" * 16})
+    rates = {("distil", "stella"): 2.0, ("fast", "stella"): 1.25}
+    text = recovery.tables(recovery.cells(recovery.read([made]).runs), recovery.Speeds(rates, {}))
+    rows = rows_of(text)
+    assert rows["stella"]["distil, 40"] and "fast, 40" not in rows["stella"]
+    assert "fast − distil, 40" not in rows["stella"] and "to softmax, both by fast, 20" in rows["stella"]
+    assert rows["stella"]["same seconds, 20"] and "after 20 epochs" in text
+
+
+def test_an_earlier_form_has_columns_of_its_own(tmp_path: Path) -> None:
+    found = recovery.read([store(tmp_path / "store")]).runs
+    late = [r for r in found if not (r.get("identity", "config", "recipe") == "fast" and r.seed == 2)]
+    rows = rows_of(recovery.tables(recovery.cells(late, before=found), recovery.Speeds({}, {})))
+    assert rows["stella"]["seeds of fast, 20"] == "2" and rows["stella"]["seeds of fast before, 20"] == "3"
+    assert rows["stella"]["seeds of distil, 20"] == "3" and rows["stella"]["fast before − distil, 2"]
+
+
 def test_what_comes_before_the_last_stage_counts(tmp_path: Path) -> None:
     """A second an epoch in the last stage, 1.5 seconds for the two tenths before it: 1.3 epochs more."""
     made = run("stella", 8, 0, "distil", 2, 60.0, "abcd")

@@ -9,6 +9,7 @@ the progress bar. For a user's mistake raise LinvitError; `main` prints it as on
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when it did what was asked, 2 for a user's mistake."""
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # advice of torch.compile, and not ours
     try:
         app(args)
     except LinvitError as mistake:
