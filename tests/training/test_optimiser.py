@@ -13,7 +13,7 @@ from linvit.training.muon import Muon, matrices_in
 from linvit.training.optimiser import clip, make_optimiser, select_trainable
 from linvit.training.recipes import recipe
 from linvit.training.schedule import Schedule, stage_schedule
-from tests.training.toys import small_model
+from tests.training.toys import engine, small_model
 
 
 def test_cosine_beneath_the_warm_up() -> None:
@@ -72,18 +72,6 @@ def test_muon_is_torchs_muon() -> None:
         assert (a - b).norm() < 0.03 * (b - start).norm()  # directions are found in bfloat16
 
 
-def test_muon_at_times_the_rate() -> None:
-    torch.manual_seed(0)
-    start = torch.randn(8, 24)
-    quick, times = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    groups = [{"params": [quick], "parts": [1], "lr": 4e-2}, {"params": [times], "parts": [1], "times": 4.0}]
-    made = Muon(groups, lr=1e-2, weight_decay=0.0)
-    quick.grad = times.grad = torch.randn(8, 24)
-    made.step()
-    torch.testing.assert_close(quick, times)
-    assert float((quick - start).detach().norm()) == pytest.approx(0.2 * 4e-2 * (8 * 24) ** 0.5, rel=0.3)
-
-
 def test_muon_leaves_out_a_bad_step() -> None:
     torch.manual_seed(0)
     matrix, vector = torch.nn.Parameter(torch.randn(8, 8)), torch.nn.Parameter(torch.randn(8))
@@ -122,10 +110,23 @@ def test_muon_moves_only_what_it_is_told(which: str, names: set[str]) -> None:
     inner = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
     assert {name.split(".")[-2] for name, p in named.items() if id(p) in inner} == names
     assert sum(len(group["params"]) for group in made.param_groups) == len(named)
-    config = Config(optimiser="muon", muon=which, muon_lr=4)
-    assert all(group["times"] == 4 for group in make_optimiser(config, model, named).param_groups if "parts" in group)
     with pytest.raises(LinvitError, match="muon '\\(' is no regular expression"):
         make_optimiser(Config(optimiser="muon", muon="("), model, named)
+
+
+@pytest.mark.parametrize("optimiser", ["muon", "adamw", "sgd"])
+def test_rates_of_matrices_and_of_what_conversion_added(optimiser: str) -> None:
+    """By the rates at which a step was taken."""
+    model = small_model("qt")
+    settings = {"muon_lr": 4, "added_lr": 3, "lr": 1e-3, "warmup_epochs": 0, "schedule": "constant", "epochs": 0.25}
+    made = engine(model, optimiser=optimiser, **settings)
+    made.run()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in made.optimiser.param_groups for p in group["params"]}
+    assert len(rates) == len(names) and rates["head.weight"] == rates["blocks.0.norm1.bias"] == 1e-3
+    assert rates["blocks.0.mlp.fc1.weight"] == (4e-3 if optimiser == "muon" else 1e-3)
+    added = [rate for name, rate in rates.items() if ".mechanism." in name]
+    assert added and added == [pytest.approx(3e-3)] * len(added)
 
 
 def decaying(config: Config) -> set[str]:

@@ -62,6 +62,7 @@ class Config:
     momentum: float = 0.9  # of sgd; Muon's is 0.95
     muon: str = "all"  # which matrices `muon` moves, in the words of a stage's `trainable`; the rest has AdamW
     muon_lr: float = 1.0  # their rate, in rates of the rest
+    added_lr: float = 1.0  # the rate of what conversion added and Muon does not move, in rates of the rest
     lr: float = 5e-4
     lr_batch: int | None = None  # lr is for this many images a step and grows in proportion; None: as it is
     schedule: str = "cosine"
@@ -130,8 +131,8 @@ class Config:
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             check(name.replace("_", " "), getattr(self, name), known)
-        positive = ("lr", "muon_lr", "epochs", "batch_size", "accumulate", "eval_epochs", "log_steps", "temperature")
-        for name in positive:
+        positive = ("lr", "muon_lr", "added_lr", "epochs", "batch_size", "accumulate", "eval_epochs", "log_steps")
+        for name in (*positive, "temperature"):
             if not 0 < getattr(self, name) < math.inf:
                 raise LinvitError(f"{name}={getattr(self, name)}: it must be above 0")
         for name in (

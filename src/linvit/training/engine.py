@@ -152,7 +152,7 @@ class Engine:
             self.keeper.restore_optimiser(optimiser, restored)
         elif self.average is not None:
             self.average.restart()
-        self.rate = torch.zeros((), device=self.accelerator.device)
+        self.rates = [torch.zeros((), device=self.accelerator.device) for _ in optimiser.param_groups]
         self.capture = Capture(
             captures(config, self.accelerator), lambda text: self.log.add("note", self.step, {"text": text})
         )
@@ -194,9 +194,10 @@ class Engine:
         """One step of the optimiser. Nothing here waits for the device."""
         self.seed_step(self.step)
         self.masks.before(self.step)
-        self.rate.fill_(lr)
-        for group in self.optimiser.param_groups:  # a recorded step reads the rate from the device
-            group["lr"] = self.rate if self.capture.wanted else lr
+        for group, rate in zip(self.optimiser.param_groups, self.rates, strict=True):
+            wanted = lr * group["times"]
+            rate.fill_(wanted)
+            group["lr"] = rate if self.capture.wanted else wanted  # a recorded step reads the rate from the device
         parts = self.config.accumulate
         clear = self.optimiser.optimizer.zero_grad
         if parts == 1:

@@ -54,8 +54,7 @@ def matrices_in(name: str, matrix: Tensor) -> int:
 
 
 class Muon(torch.optim.AdamW):
-    """Groups with `parts`, a count for each of their parameters, are moved by Muon, at `times` the rate; the others by
-    AdamW."""
+    """Groups with `parts`, a count for each of their parameters, are moved by Muon, the others by AdamW."""
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -90,7 +89,6 @@ class Muon(torch.optim.AdamW):
         rate = group["lr"]
         if not isinstance(rate, Tensor):  # the same arithmetic, to the bit, as with a rate that lies on the device
             rate = torch.full((), rate, device=group["params"][0].device)
-        rate = rate * group.get("times", 1.0)
         bad = torch.zeros_like(rate, dtype=torch.bool) if found is None else found > 0
         befores, afters, aheads = [], [], []
         for (parts, rows, columns), parameters in shapes.items():

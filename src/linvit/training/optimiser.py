@@ -52,19 +52,21 @@ def decays(name: str, parameter: Tensor, rule: str, own: Iterable[str]) -> bool:
 
 
 def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was no number."""
+    """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was no number. A
+    group learns at `times` the rate."""
     own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
     head = classifier_name(model)
     matrices = named_by(model, config.muon, "muon") if config.optimiser == "muon" else set()
-    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    added = named_by(model, "mechanism", "")
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in trainable.items():
-        decay = decays(name, parameter, config.no_decay, own)
+        decay = config.weight_decay if decays(name, parameter, config.no_decay, own) else 0.0
         inner = id(parameter) in matrices and parameter.ndim == 2 and not (head and name.startswith(head + "."))
-        group = groups.setdefault((decay, inner), {"params": [], "weight_decay": config.weight_decay if decay else 0.0})
+        times = config.muon_lr if inner else config.added_lr if id(parameter) in added else 1.0
+        group = groups.setdefault((decay, times, inner), {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(parameter)
         if inner:
             group.setdefault("parts", []).append(matrices_in(name, parameter))
-            group["times"] = config.muon_lr
     given = list(groups.values())
     if config.optimiser == "sgd":
         return torch.optim.SGD(given, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
