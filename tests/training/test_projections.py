@@ -15,7 +15,7 @@ import linvit
 from linvit.conversion import find_hosts
 from linvit.training import projections
 from linvit.training.distillation import Teacher, relative_error
-from linvit.training.projections import Heard, fit_projections, place_of
+from linvit.training.projections import Heard, fit_projections, places_of
 from tests.conversion.families import DROP, FAMILIES
 from tests.training.test_alignment import pair
 
@@ -94,7 +94,7 @@ def test_blocks_that_add_in_another_way_get_their_layers_fitted() -> None:
     linvit.convert(student, "relu_linear")
     before = relative_error(first_layer(student), first_layer(model))
     names = fit_projections(teacher, student, BATCHES)
-    assert len(names) == 3 and not any(place_of(teacher, name, FRESH).attention_adds for name in names)
+    assert len(names) == 3 and not any(place.attention_adds for place in places_of(teacher, names, FRESH))
     assert relative_error(first_layer(student), first_layer(model)) < 0.8 * before
 
 

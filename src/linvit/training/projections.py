@@ -16,7 +16,7 @@ a layer scale, are told by trying it on the teacher: there the original's output
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,7 @@ def fit_projections(
     hosts = [name for name in hosts_to_align(teacher.model, student) if projection_of(student, name) is not None]
     if picked is None:
         return hosts
-    places = [place_of(teacher, name, picked[:FEW]) for name in hosts]
+    places = places_of(teacher, hosts, picked[:FEW])
     few = listen(teacher, places, picked[:FEW])
     picked = picked[: room_for(few, len(picked[:FEW]), picked.device)]
     wanted = listen(teacher, places, picked)
@@ -109,22 +109,29 @@ def first_images(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor
     return torch.cat(found)[:count] if found else None
 
 
-def place_of(teacher: Teacher, host: str, images: Tensor) -> Place:
-    """How the block around a layer adds up, found by looking at the teacher's."""
-    block = host.rpartition(".")[0]
-    usual = Place(host, block, True, True)
+def places_of(teacher: Teacher, hosts: list[str], images: Tensor) -> list[Place]:
+    """How the blocks around layers add up, found by looking at the teacher's in one pass."""
     modules = dict(teacher.model.named_modules())
-    if not block or usual.between not in modules:
-        return Place(host, block, False, False)
     heard = Heard(teacher.model)
-    heard.enter(block, usual.between)
-    heard.leave(block, host, *([usual.mlp] if usual.mlp in modules else []))
+    usual = [Place(host, host.rpartition(".")[0], True, True) for host in hosts]
+    for place in usual:
+        if place.block and place.between in modules:
+            heard.enter(place.block, place.between)
+            heard.leave(place.block, place.host, *([place.mlp] if place.mlp in modules else []))
     seen = heard.during(lambda: teacher(images))
-    parent = modules[block]
-    before, middle = seen.get(f">{block}"), seen.get(f">{usual.between}")
-    first = adds_up(before, seen.get(host), middle, scale_of(parent, "ls1"))
-    second = adds_up(middle, seen.get(usual.mlp), seen.get(block), scale_of(parent, "ls2"))
-    return Place(host, block, first, first and second and last_linear(modules.get(usual.mlp)) is not None)
+    return [as_it_is(place, modules, seen) for place in usual]
+
+
+def as_it_is(place: Place, modules: dict[str, nn.Module], seen: dict[str, Tensor]) -> Place:
+    """A place with what of the usual block it really has, by what was seen there."""
+    parent = modules.get(place.block)
+    before, middle = seen.get(f">{place.block}"), seen.get(f">{place.between}")
+    if not place.block or parent is None or middle is None:
+        return replace(place, attention_adds=False, mlp_adds=False)
+    first = adds_up(before, seen.get(place.host), middle, scale_of(parent, "ls1"))
+    second = adds_up(middle, seen.get(place.mlp), seen.get(place.block), scale_of(parent, "ls2"))
+    ends = last_linear(modules.get(place.mlp)) is not None
+    return replace(place, attention_adds=first, mlp_adds=first and second and ends)
 
 
 def adds_up(before: Tensor | None, part: Tensor | None, after: Tensor | None, scale: Tensor | float) -> bool:
