@@ -294,7 +294,10 @@ def main(store: Path, page: Path, picture: Path, *speeds: Path, before: Path | N
 
 if __name__ == "__main__":
     asked = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    asked.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="the store, the page, the picture, speeds")
-    asked.add_argument("--before", type=Path, help="a store of an earlier form of the fast recipe")
+    asked.add_argument("store", type=Path)
+    asked.add_argument("page", type=Path, help="with places for the tables")
+    asked.add_argument("picture", type=Path)
+    asked.add_argument("speeds", type=Path, nargs="*", help="what `linvit bench training` wrote")
+    asked.add_argument("--before", type=Path, metavar="STORE", help="of an earlier form of the fast recipe")
     given = asked.parse_args()
-    main(*given.paths, before=given.before)
+    main(given.store, given.page, given.picture, *given.speeds, before=given.before)

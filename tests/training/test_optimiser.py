@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage
 from linvit.training.muon import Muon, matrices_in
 from linvit.training.optimiser import clip, make_optimiser, select_trainable
@@ -110,8 +109,6 @@ def test_muon_moves_only_what_it_is_told(which: str, names: set[str]) -> None:
     inner = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
     assert {name.split(".")[-2] for name, p in named.items() if id(p) in inner} == names
     assert sum(len(group["params"]) for group in made.param_groups) == len(named)
-    with pytest.raises(LinvitError, match="muon '\\(' is no regular expression"):
-        make_optimiser(Config(optimiser="muon", muon="("), model, named)
 
 
 @pytest.mark.parametrize("optimiser", ["muon", "adamw", "sgd"])

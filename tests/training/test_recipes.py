@@ -128,6 +128,8 @@ def test_stages_can_be_set() -> None:
         ("ema=1", "ema=1.0: the decay must lie between 0 and 1"),
         ("mesa=1", "mesa learns from the moving average"),
         ("accumulate=3", "batch_size=64 is not a multiple of accumulate=3"),
+        ("muon=(", "muon '(' is no regular expression: missing"),
+        ("stages.align.trainable=(", "trainable '(' is no regular expression: missing"),
         ("stages.aling.lr=1", "unknown stage of recipe fast 'aling'; did you mean align?"),
         ("stages.align.epochs=-1", "stage align has -1.0 epochs"),
         ("stages=1", "stages cannot be set"),

@@ -7,6 +7,7 @@ one of, are reached as `stages.NAME.FIELD`.
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
@@ -44,6 +45,7 @@ class Stage:
     def __post_init__(self) -> None:
         check("objective", self.objective, OBJECTIVES)
         check("kind of inputs", self.inputs, INPUTS)
+        check_pattern("trainable", self.trainable)
         if not 0 < self.epochs < math.inf:
             raise LinvitError(f"stage {self.name} has {self.epochs} epochs: it needs some, or leave the stage out")
 
@@ -131,6 +133,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             check(name.replace("_", " "), getattr(self, name), known)
+        check_pattern("muon", self.muon)
         positive = ("lr", "muon_lr", "added_lr", "epochs", "batch_size", "accumulate", "eval_epochs", "log_steps")
         for name in (*positive, "temperature"):
             if not 0 < getattr(self, name) < math.inf:
@@ -196,6 +199,13 @@ def plain(value: Any) -> Any:
 def check(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise unknown(what, value, known)
+
+
+def check_pattern(what: str, value: str) -> None:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise LinvitError(f"{what} '{value}' is no regular expression: {error}") from None
 
 
 def override(config: Config, settings: Iterable[str]) -> Config:

@@ -18,7 +18,7 @@ from linvit.training.muon import Muon, matrices_in
 
 def select_trainable(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
     """Let these parameters learn and no others: all, attention, mechanism, or a regular expression over their names."""
-    chosen = named_by(model, which, "trainable")
+    chosen = named_by(model, which)
     found = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(id(parameter) in chosen)
@@ -29,16 +29,13 @@ def select_trainable(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
     return found
 
 
-def named_by(model: nn.Module, which: str, field: str) -> set[int]:
-    """The parameters, by their ids, that a field of the config means."""
+def named_by(model: nn.Module, which: str) -> set[int]:
+    """The parameters, by their ids, that a setting means."""
     if which in ("attention", "mechanism"):
         hosts = [module for module in model.modules() if isinstance(module, Host)]
         owners = [host if which == "attention" else host.mechanism for host in hosts]
         return {id(parameter) for owner in owners for parameter in owner.parameters()}
-    try:
-        pattern = re.compile("" if which == "all" else which)
-    except re.error as error:
-        raise LinvitError(f"{field} '{which}' is no regular expression: {error}") from None
+    pattern = re.compile("" if which == "all" else which)
     return {id(parameter) for name, parameter in model.named_parameters() if pattern.search(name)}
 
 
@@ -56,8 +53,8 @@ def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Par
     group learns at `times` the rate."""
     own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
     head = classifier_name(model)
-    matrices = named_by(model, config.muon, "muon") if config.optimiser == "muon" else set()
-    added = named_by(model, "mechanism", "")
+    matrices = named_by(model, config.muon) if config.optimiser == "muon" else set()
+    added = named_by(model, "mechanism")
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in trainable.items():
         decay = config.weight_decay if decays(name, parameter, config.no_decay, own) else 0.0
