@@ -231,14 +231,14 @@ def fast(model: str = "") -> Config:
     """Ours: a converted model gets its accuracy back in minutes, in three stages.
 
     First every converted layer learns, without labels, to do what its original did on the teacher's inputs, all layers
-    at once. Then the features of whole blocks and the answers are aligned. Both are short. Most of the time goes into
-    the third, a distilled fine-tune with some weight on the features. Small batches help most, and Muon at a high rate
-    for the matrices while all else learns at plain distillation's (docs/results.md). The values are this project's own
-    choice.
+    at once. Then the linear maps behind them are solved by least squares on a few images, and the features of whole
+    blocks and the answers are aligned. All that is short. Most of the time goes into the third, a distilled fine-tune
+    with some weight on the features. Small batches help most, and Muon at a high rate for the matrices while all else
+    learns at plain distillation's (docs/results.md). The values are this project's own choice.
     """
     stages = (
         Stage("align", "alignment", 1, trainable="attention"),
-        Stage("features", "features", 1, logits=1.0),
+        Stage("features", "features", 1, logits=1.0, fit=256),
         Stage("finetune", "supervised", 18, features=0.1),
     )
     return replace(distil(), recipe="fast", optimiser="muon", muon_lr=6.0, batch_size=64, stages=stages)
