@@ -1,14 +1,11 @@
 """What conversion loses and training returns: tables and a picture of the recovery experiment's store.
 
     python scripts/recovery.py benchmarks/stores/recovery docs/results.md docs/recovery.png SPEEDS.json …
-        [--before STORE]
 
 A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is so
 many epochs, whatever a recipe does with an image, so recipes of one budget need not take the same time. Seconds, for a
 second picture beside the first, are those of a training that has the device to itself, from files that `linvit bench
-training` wrote, one a recipe: runs that share a device say little about its speed. Older files have the longest stage
-alone. What comes before it, least squares above all, is then taken from the runs' own clocks, as so many epochs of it.
-A store of an earlier form of the fast recipe, given after `--before`, has columns of its own.
+training` wrote, one a recipe: runs that share a device say little about its speed.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -28,7 +24,7 @@ from matplotlib.figure import Figure
 from linvit.comparison.report.reading import Run, read
 from linvit.comparison.statistics import Difference, difference, estimate
 
-PLAIN, FAST, BEFORE = "distil", "fast", "fast before"
+PLAIN, FAST = "distil", "fast"
 COLOURS = {PLAIN: "#8d99ae", FAST: "#d1495b"}
 ORDER = ("softmax", "mixa", "stella", "relu_linear")  # first; then the others, as they are called
 MARKS = "<!-- recovery -->", "<!-- /recovery -->"
@@ -36,11 +32,9 @@ MARKS = "<!-- recovery -->", "<!-- /recovery -->"
 
 @dataclass(frozen=True)
 class Speeds:
-    """Epochs a second, by recipe and mechanism, and how many seconds go to what is no step; where that was not timed,
-    how many epochs more than its budget a recipe's stages take."""
+    """Epochs a second, by recipe and mechanism, and the seconds that go to what is solved before a stage's steps."""
 
     rates: dict[tuple[str, str], float]
-    more: dict[str, float]
     before: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -49,11 +43,7 @@ class Speeds:
     def seconds(self, name: str, recipe: str, budget: float) -> float | None:
         place = recipe, name.partition(":")[0]
         rate = self.rates.get(place)
-        if rate is None:
-            return None
-        if place in self.before:
-            return self.before[place] + budget / rate
-        return (budget + self.more.get(recipe, 0.0)) / rate
+        return None if rate is None else self.before.get(place, 0.0) + budget / rate
 
 
 @dataclass(frozen=True)
@@ -79,14 +69,11 @@ class Cell:
 Cells = dict[tuple[str, str, int], Cell]  # by candidate, recipe and budget
 
 
-def cells(runs: Iterable[Run], before: Iterable[Run] = ()) -> Cells:
-    """The runs by what they are; of the earlier ones those by the fast recipe, under another name."""
+def cells(runs: Iterable[Run]) -> Cells:
     found: Cells = {}
-    named = [(run.get("identity", "config", "recipe"), run) for run in runs]
-    named += [(BEFORE, run) for run in before if run.get("identity", "config", "recipe") == FAST]
-    for recipe, run in named:
-        epochs = round(run.get("identity", "config", "epochs"))
-        found.setdefault((run.candidate, recipe, epochs), Cell({})).runs[run.seed] = run
+    for run in runs:
+        config = run.get("identity", "config")
+        found.setdefault((run.candidate, config["recipe"], round(config["epochs"])), Cell({})).runs[run.seed] = run
     return found
 
 
@@ -104,9 +91,8 @@ def budgets(found: Cells) -> list[int]:
 
 def tables(found: Cells, speeds: Speeds) -> str:
     """What was reached, how it compares, and how near it came to the teacher."""
-    recipes = [recipe for recipe in (PLAIN, FAST, BEFORE) if any(key[1] == recipe for key in found)]
-    ours = [recipe for recipe in recipes if recipe != PLAIN]
-    most = max(budget for _, recipe, budget in found if recipe in (ours or recipes))  # plain ones may go on for longer
+    recipes = [recipe for recipe in (PLAIN, FAST) if any(key[1] == recipe for key in found)]
+    most = max(budget for _, recipe, budget in found if recipe == recipes[-1])  # plain ones may go on for longer
     columns = [(recipe, budget) for recipe in recipes for budget in budgets(found)]
     reached, counted, compared, near, lasted = [], [], [], [], []
     for name in names(found):
@@ -116,7 +102,7 @@ def tables(found: Cells, speeds: Speeds) -> str:
         seeds = [str(len(cell.runs)) if (cell := found.get((name, *column))) else "–" for column in columns]
         reached.append([f"`{name}`", number(zero), *tops])
         counted.append([f"`{name}`", *seeds])
-        gains = [apart(found, (name, us, b), (name, PLAIN, b)) for us in ours for b in budgets(found)]
+        gains = [apart(found, (name, FAST, budget), (name, PLAIN, budget)) for budget in budgets(found)]
         lost = [apart(found, (name, recipe, most), ("softmax", recipe, most)) for recipe in recipes]
         compared.append([f"`{name}`", *gains, *lost])
         ends = [found.get((name, recipe, most)) for recipe in recipes]
@@ -124,12 +110,8 @@ def tables(found: Cells, speeds: Speeds) -> str:
         near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
         times = [number(speeds.seconds(name, recipe, most)) for recipe in (PLAIN, FAST)]
         lasted.append([f"`{name}`", *times, *(ahead_in_time(found, speeds, name, budget) for budget in budgets(found))])
-    more = 0.0 if speeds.before else speeds.more.get(FAST, 0.0)
-    counted_as = (
-        f" (least squares and the like count as {more:.1f} epochs of {FAST}, by the runs' clocks)" if more else ""
-    )
     seconds = (
-        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself{counted_as}; "
+        f"Seconds for {most} epochs, without what is compiled first, if a run has the device to itself; "
         f"and {FAST} − {PLAIN} in points if both take the time that {FAST} takes for so many epochs, {PLAIN} read off "
         "the line between two budgets over the logarithm of time.",
         grid(["candidate", PLAIN, FAST, *(f"same seconds, {budget}" for budget in budgets(found))], lasted),
@@ -140,7 +122,7 @@ def tables(found: Cells, speeds: Speeds) -> str:
         "Over how many seeds these are:",
         grid(["candidate", *(f"seeds of {recipe}, {budget}" for recipe, budget in columns)], counted),
         "Paired differences in points over seeds and images, with their 95 % intervals.",
-        grid(["candidate", *(f"{us} − distil, {budget}" for us in ours for budget in budgets(found)),
+        grid(["candidate", *(f"{FAST} − {PLAIN}, {budget}" for budget in budgets(found)),
               *(f"to softmax, both by {recipe}, {most}" for recipe in recipes)], compared),
         f"Nearness to the teacher after {most} epochs: the same answer, in percent, and KL divergence.",
         grid(["candidate", *(f"agreement, {recipe}" for recipe in recipes),
@@ -199,42 +181,17 @@ def ahead_in_time(found: Cells, speeds: Speeds, name: str, budget: int) -> str:
     return ""
 
 
-def epochs_more(run: Run) -> float | None:
-    """How many epochs of its last stage a run in stages lasted beyond its budget: what another stage costs more or less
-    than that one, and what was solved and started before it."""
-    stages = run.get("identity", "config", "stages") or []
-    if len(stages) < 2:
-        return None
-    begin = sum(stage["epochs"] for stage in stages[:-1])
-    seen = [(row["epoch"], row["seconds"]) for row in run.get("accuracy", "epochs")]
-    last = [row for row in seen if row[0] >= begin - 0.05]
-    if len(last) < 2:
-        return None
-    (first, started), (end, ended) = last[0], last[-1]
-    return float(ended * (end - first) / (ended - started) - end)
-
-
-def read_speeds(files: Iterable[Path], runs: Iterable[Run] = ()) -> Speeds:
-    """How many epochs a second each recipe does with each mechanism. What a recipe takes more is a median over the runs
-    of its shortest budget, where it weighs most."""
-    more: dict[str, dict[float, list[float]]] = {}
-    for run in runs:
-        took = epochs_more(run)
-        if took is not None:
-            recipe, budget = run.get("identity", "config", "recipe"), run.get("identity", "config", "epochs")
-            more.setdefault(recipe, {}).setdefault(budget, []).append(took)
-    found: dict[tuple[str, str], float] = {}
-    before: dict[tuple[str, str], float] = {}
+def read_speeds(files: Iterable[Path]) -> Speeds:
+    """How many epochs a second each recipe does with each mechanism, all its stages counted."""
+    found = Speeds({})
     for file in files:
         result = json.loads(file.read_text(encoding="utf-8"))
         for row in result["rows"]:
             if row["status"] == "ok":
                 place = result["recipe"]["recipe"], row["attention"].partition(":")[0]
-                found[place] = row["images_per_second"] / result["images"]
-                if "seconds" in row:
-                    before[place] = sum(stage["prepare_seconds"] for stage in row["stages"])
-                    found[place] = result["recipe"]["epochs"] / (row["seconds"] - before[place])
-    return Speeds(found, {recipe: median(took[min(took)]) for recipe, took in more.items()}, before)
+                found.before[place] = sum(stage["prepare_seconds"] for stage in row["stages"])
+                found.rates[place] = result["recipe"]["epochs"] / (row["seconds"] - found.before[place])
+    return found
 
 
 def draw(found: Cells, teacher: float | None, path: Path, speeds: Speeds | None = None) -> None:
@@ -280,13 +237,13 @@ def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speed
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def main(store: Path, page: Path, picture: Path, *speeds: Path, before: Path | None = None) -> None:
+def main(store: Path, page: Path, picture: Path, *speeds: Path) -> None:
     results = read([store])
-    found = cells(results.runs, read([before]).runs if before else ())
+    found = cells(results.runs)
     teachers = [run.number("conversion", "teacher_top1") for run in results.runs]
     teacher = next((value for value in teachers if value is not None), None)
     draw(found, teacher, picture)
-    measured = read_speeds(speeds, results.runs)
+    measured = read_speeds(speeds)
     if measured:
         draw(found, teacher, picture.with_stem(f"{picture.stem}-seconds"), measured)
     splice(page, tables(found, measured))
@@ -298,6 +255,5 @@ if __name__ == "__main__":
     asked.add_argument("page", type=Path, help="with places for the tables")
     asked.add_argument("picture", type=Path)
     asked.add_argument("speeds", type=Path, nargs="*", help="what `linvit bench training` wrote")
-    asked.add_argument("--before", type=Path, metavar="STORE", help="of an earlier form of the fast recipe")
     given = asked.parse_args()
-    main(given.store, given.page, given.picture, *given.speeds, before=given.before)
+    main(given.store, given.page, given.picture, *given.speeds)
