@@ -1,16 +1,44 @@
 """The one exception for a user's mistake: the command line prints its message as a single line."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+
+SHOWN = 9  # so many known names are listed, not more
 
 
 class LinvitError(ValueError):
     """Something the user can put right; the message says how."""
 
 
+class Unreadable(LinvitError):
+    """An image that cannot be read."""
+
+
+class NotHonoured(LinvitError):
+    """What an attention layer does and its new mechanism cannot: the `reason`, and the `features` to give up."""
+
+    def __init__(self, reason: str, features: Sequence[str]) -> None:
+        super().__init__(reason, features)
+        self.reason, self.features = reason, tuple(features)
+
+    def __str__(self) -> str:
+        return f"{self.reason}; drop={self.features} gives {'it' if len(self.features) == 1 else 'them'} up"
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> LinvitError:
     """The error for a name nobody registered, with the nearest ones that exist."""
     known = sorted(known)
     close = get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+    more = f", … and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known[:SHOWN])}{more}"
     return LinvitError(f"unknown {kind} '{name}'; {hint}")
+
+
+def unknown_model(kind: str, name: str, known: Iterable[str]) -> LinvitError:
+    """The same for what may be a folder too: a path is no misspelt name."""
+    if os.path.isfile(name):
+        return LinvitError(f"{kind} '{name}' is a file: give the folder that linvit saved")
+    if os.sep in name:
+        return LinvitError(f"{kind} '{name}': there is no such folder")
+    return unknown(kind, name, known)

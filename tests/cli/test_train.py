@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -52,6 +53,8 @@ def test_fast_converts_aligns_and_learns(linvit: Linvit, teacher: Path, tmp_path
     assert "holds a run: --resume goes on" in linvit("train", str(teacher / "best"), "--data=digits", *args).err
     again = linvit("train", str(teacher / "best"), "--data=digits", *args, "--resume", "--json")
     assert again.code == 0 and again.json["steps"] == 12
+    refused = linvit("train", str(teacher / "best"), "--data=digits", *args, "--resume", "--model-arg=depth=2")
+    assert refused.code == 2 and "is a saved model, which is built as it was: leave out --model-arg" in refused.err
     other = linvit("train", str(teacher / "best"), "--data=digits", *args, "--resume", "--set=lr=1")
     assert other.code == 2 and "was begun with lr=0.0005: resume it so" in other.err
     assert linvit("show", "masks", str(tmp_path / "run"), "--json").code == 0
@@ -64,6 +67,23 @@ def test_eval(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
     assert len(found["per_class"]) == 10 and found["top5"] >= found["top1"]
     assert len(json.loads((tmp_path / "each.json").read_text())["chosen"]) == 360
     assert "worst class" in linvit(*args).out and "9 " in linvit(*args, "--per-class").out
+
+
+def test_resumed_otherwise(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
+    """What a run was begun with is told in words; runs of earlier versions, which did not note the loader, go on."""
+    run = tmp_path / "run"
+    shutil.copytree(teacher, run)
+    args = ["train", *MODEL, "--data=digits", *DEIT, "-o", str(run), "--resume"]
+    for given, message in (
+        (["--loader=streamed"], "was begun with loader resident: resume it so"),
+        (["--plan=stella"], "was begun with no plan: resume it so"),
+    ):
+        refused = linvit(*args, *given)
+        assert refused.code == 2 and message in refused.err, refused.err
+    record = json.loads((run / "run.json").read_text())
+    assert record.pop("loaders") == ["resident", "resident"]
+    (run / "run.json").write_text(json.dumps(record))
+    assert linvit(*args).code == 0
 
 
 def folder_of(path: Path, **classes: dict[str, int]) -> Path:
@@ -133,6 +153,29 @@ def test_without_labels(linvit: Linvit, tmp_path: Path) -> None:
         assert refused.code == 2 and message in refused.err
 
 
+def test_original_that_knows_other_classes(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pretrained model with a new classifier has no answers to learn from. It is trained first, as the error says."""
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **args: create(name, **args))
+    monkeypatch.chdir(tmp_path)
+    folder_of(Path("photos"), train={"a": 8, "b": 8, "c": 8}, val={"a": 2, "b": 2, "c": 2})
+    name, fresh, *shape = MODEL
+    quick = ["--device=cpu", "--set=precision=fp32", "--set=epochs=1", "--set=batch_size=4"]
+    args = ["train", name, "--data", "photos", "--plan=stella", "--recipe=fast", *quick, *shape, "-o", "run"]
+    refused = linvit(*args)
+    assert refused.code == 2 and "has not learnt these 3 classes" in refused.err and not Path("run").exists()
+    first, then = (text.partition(")")[0].split() for text in refused.err.split("(linvit ")[1:])
+    assert linvit(*first, *shape, *quick).code == 0
+    assert linvit(*then[:-1], *quick, "-o", "run").code == 0
+    linvit("convert", name, "--to=softmax", "--no-pretrained", *shape, "--model-arg=num_classes=3", "-o", "teacher")
+    for number, given in enumerate((["--teacher=teacher"], [fresh], ["--recipe=deit", "--set=randaugment=none"])):
+        outcome = linvit(*args[:-1], f"fine{number}", *given)
+        assert outcome.code == 0, outcome.err
+    shutil.copytree("photos/train/a", "loose")
+    outcome = linvit(*["loose" if word == "photos" else word for word in args[:-1]], "unlabelled")
+    assert outcome.code == 0, outcome.err  # with the original's own 1000 answers
+
+
 def test_alignment_alone_needs_no_labels(linvit: Linvit, tmp_path: Path) -> None:
     """A folder of images and nothing else."""
     photos = folder_of(tmp_path / "made", train={"photos": 24}) / "train" / "photos"
@@ -153,7 +196,8 @@ SMALL = ["--recipe=deit", "--device=cpu", "--set=precision=fp32", "--set=epochs=
         (lambda p: folder_of(p, train={}, val={}), [], "has no class folders"),
         (lambda p: folder_of(p, train={"a": 4, "b": 4}, val={"a": 2}), [], "b"),
         (broken, [], "cannot read image"),
-        (lambda p: folder_of(p, train={"a": 4, "b": 4}, val={"a": 1, "b": 1}), ["--set=batch_size=64"], "8 images"),
+        (lambda p: folder_of(p, train={"a": 4, "b": 4}, val={"a": 1, "b": 1}), ["--set=batch_size=64"],
+         "8 images, less than one batch of 64: give a smaller --set batch_size=…"),
         (lambda p: folder_of(p, train={"a": 4, "b": 4, "c": 4}, val={"a": 1, "b": 1, "c": 1}),
          ["--model-arg=num_classes=2"], "has 3 classes, the model 2 outputs"),
     ],
@@ -181,13 +225,46 @@ def test_bad_data(linvit: Linvit, tmp_path: Path, data: Callable[[Path], Path], 
         (["--set=distillation=soft", "--teacher=TEACHER", "--model-arg=num_classes=12"], "the teacher has 10 classes"),
         (["--set=distillation=token", "--teacher=TEACHER"], "token distillation needs a distilled model"),
         (["--set=distillation=soft", "--teacher=nobody"], "unknown teacher 'nobody'"),
+        (["--set=distillation=soft", "--teacher=runs/nope"], "teacher 'runs/nope': there is no such folder"),
+        (["--set=distillation=soft", "--teacher=TEACHER", "--model-arg=img_size=16"],
+         "the teacher is for images of 8 pixels and the student's have 16"),
+        (["--set=distillation=soft", "--teacher=TEACHER", "--set=random_sizes=8,12",
+          "--model-arg=dynamic_img_size=true"], "the teacher is for images of 8 pixels and the student's have 12"),
+        (["--workers=-1"], "--workers -1: give 0 or more"),
+        (["--recipe=fast", "--plan=stella", "--set=stages.finetune.trainable=nothing"],
+         "stage finetune: no parameter of the model is 'nothing'"),
+        (["--recipe=fast", "--teacher=TEACHER"], "trains converted layers, and the model has none: give --plan"),
+        (["--set=stages.align.epochs=2"], "recipe deit has no stages"),
+        (["--data=torch/cifar10"], "torch/cifar10 may lie anywhere: give its folder by --root DIR"),
     ],
-)
+)  # fmt: skip
 def test_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path, args: list[str], message: str) -> None:
     args = [text.replace("TEACHER", str(teacher / "best")) for text in args]
     deeper = ["--model-arg=depth=3"] if "--recipe=fast" in args else []
     outcome = linvit("train", *MODEL, *deeper, "--data=digits", *DEIT, *args, "-o", str(tmp_path / "run"))
     assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1
+    assert len(outcome.err) < 400 and not (tmp_path / "run").exists()
+
+
+def test_image_that_breaks_off_during_a_run(linvit: Linvit, tmp_path: Path) -> None:
+    """The set must stay the same for the run to go on: a file is put in its place."""
+    photos, run = broken(tmp_path / "photos"), str(tmp_path / "run")
+    args = ["train", *MODEL, f"--data={photos}", *SMALL, "--loader=streamed", "--workers=0", "-o", run]
+    outcome = linvit(*args)
+    assert outcome.code == 2 and "a/1.png: " in outcome.err and "replace the file rather than delete it" in outcome.err
+    (photos / "train" / "a" / "1.png").unlink()
+    assert "was begun with 8 images of" in linvit(*args, "--resume").err
+    shutil.copy(photos / "train" / "a" / "0.png", photos / "train" / "a" / "1.png")
+    assert linvit(*args, "--resume").code == 0
+
+
+def test_hub_out_of_reach(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise OSError("no hub")
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    refused = linvit("train", MODEL[0], "--data=digits", *DEIT, "-o", str(tmp_path / "run"))
+    assert refused.code == 2 and refused.err.endswith("(no hub); give --no-pretrained\n")
 
 
 def test_eval_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
@@ -195,3 +272,9 @@ def test_eval_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
     assert "10 classes" in linvit("eval", *MODEL, "--data=digits", "--model-arg=num_classes=3", "--device=cpu").err
     assert "no data at" in linvit("eval", best, f"--data={tmp_path / 'x'}", "--device=cpu").err
     assert "make it first" in linvit("eval", best, "--data=digits", "-o", str(tmp_path / "x" / "y.json")).err
+
+
+def test_a_teacher_nobody_asks_is_a_mistake(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    found = linvit("train", "vit_tiny_patch16_224", "--no-pretrained", "--data=digits", "--recipe=deit",
+                   "--teacher=no_such_model", "-o", str(tmp_path / "run"))  # fmt: skip
+    assert found.code == 2 and "recipe deit has no use for a teacher" in found.err and not (tmp_path / "run").exists()

@@ -225,3 +225,13 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     path.write_text(whole.replace("transformers:ViTModel", "transformers:pipeline"))
     with pytest.raises(LinvitError, match="unknown model of transformers"):
         linvit.load(tmp_path)
+
+
+def test_a_classifier_with_names_of_its_own_is_saved(tmp_path: Path) -> None:
+    case = Case("ViTForImageClassification", "ViTConfig")
+    model = case.build(num_labels=3, id2label={0: "a", 1: "b", 2: "c"}, label2id={"a": 0, "b": 1, "c": 2})
+    linvit.convert(model, "stella", input_size=(SIDE, SIDE))
+    linvit.save(model, tmp_path / "model")
+    again = linvit.load(tmp_path / "model")
+    images = torch.randn(1, 3, SIDE, SIDE)
+    assert torch.equal(again(images).logits, model(images).logits) and again.config.id2label[1] == "b"

@@ -18,7 +18,8 @@ from torch import nn
 
 import linvit
 from linvit import LinvitError
-from linvit.conversion.saving import CONFIG, WEIGHTS, load, save
+from linvit.conversion.convert import own_size
+from linvit.conversion.saving import CONFIG, WEIGHTS, label_names, load, note, save
 from tests.conversion.families import DROP, FAMILIES, VIT, Family
 
 DEIT = Family("deit_tiny_patch16_224", VIT)
@@ -189,6 +190,7 @@ ROW = {"name": "blocks.0.attn", "mechanism": "stella", "options": {}, "grid": No
         ({"format": None}, "not one that linvit.save wrote"),
         ({"model": "deit_tny_patch16_224"}, "unknown model .* did you mean deit_tiny_patch16_224"),
         ({"model": None}, "damaged: 'model' is None"),
+        ({"classes": ["a", 3]}, "damaged: 'classes' is"),
         ({"dtype": "nn"}, "damaged: 'dtype' is 'nn'"),
         ({"args": {"depht": 2}}, "cannot be built with"),
         ({"args": {"checkpoint_path": "evil.pth"}}, "asks for other weights than its own by 'checkpoint_path'"),
@@ -205,6 +207,36 @@ def test_a_config_that_cannot_be_read_is_one_line(saved: Path, changes: dict[str
     with pytest.raises(LinvitError, match=message) as error:
         load(saved)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, args",
+    [
+        ("deit_tiny_patch16_224", {**VIT, "dynamic_img_size": True, "num_classes": 7}),
+        ("qtvit_1_noape", {"widths": (8, 16, 16, 32, 32), "depths": (1, 1, 1, 1, 1), "num_classes": 7}),
+    ],
+)
+def test_what_training_notes_is_saved(name: str, args: dict[str, Any], tmp_path: Path) -> None:
+    """Crop, image size and classes; a size for as long as the model is built for the same one."""
+    model = timm.create_model(name, **args)
+    classes = tuple("abcdefg")
+    note(model, crop_pct=0.75, input_size=(3, 96, 96), label_names=classes)
+    linvit.convert(model, "stella", drop=DROP)
+    save(model, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / CONFIG).read_text())
+    assert config["classes"] == list(classes)
+    assert config["preprocessing"]["crop_pct"] == 0.75 and config["preprocessing"]["input_size"] == [3, 96, 96]
+    again = load(tmp_path / "m")
+    assert again.pretrained_cfg["label_names"] == label_names(again) == classes and own_size(again) == (96, 96)
+    save(again, tmp_path / "again")
+    assert (tmp_path / "m" / CONFIG).read_bytes() == (tmp_path / "again" / CONFIG).read_bytes()
+    if "dynamic_img_size" in args:
+        linvit.resample_patches(again, 16, 128)
+        assert own_size(again) == (128, 128)
+        again.reset_classifier(5)
+        assert label_names(again) == ()
+        save(again, tmp_path / "again")
+        assert "classes" not in json.loads((tmp_path / "again" / CONFIG).read_text())
 
 
 def test_damaged_and_missing_files_are_one_line(saved: Path) -> None:

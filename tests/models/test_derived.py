@@ -101,3 +101,15 @@ def test_no_published_weights_is_said_in_one_line() -> None:
     ) as error:
         timm.create_model("qtvit_1", pretrained=True)
     assert "\n" not in str(error.value)
+
+
+def test_qtvit_begins_as_in_its_code() -> None:
+    """Small weights, no biases, and residual branches that add nothing at first."""
+    model = timm.create_model("qtvit_1")
+    host = model.stages[2].blocks[1].context_module.main
+    assert host.proj.norm.weight.abs().max() == 0 and host.mechanism.scale.unique().tolist() == [1]
+    assert model.stages[2].blocks[1].local_module.main.point_conv.norm.weight.abs().max() == 0
+    assert model.stages[2].blocks[0].main.point_conv.norm.weight.unique().tolist() == [1]  # no residual
+    assert host.qkv.conv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert host.qkv.conv.weight.abs().max() <= 2
+    assert all(m.bias.abs().max() == 0 for m in model.modules() if isinstance(m, nn.Conv2d) and m.bias is not None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import linvit
 from linvit.errors import LinvitError
-from linvit.training.checkpoints import read
+from linvit.training.checkpoints import read, write
 from linvit.training.config import Stage
 from linvit.training.logs import LOG, read_log
 from tests.training.toys import cross_entropy, engine, same, small_model, train, weights
@@ -181,3 +181,40 @@ def test_a_finished_run_resumes_to_its_end(whole: Any) -> None:
     made, outcome = train(rich_model(), whole[0], resume=True, **RICH)
     assert outcome.steps == 12 and same(weights(made.model), whole[1])
     assert torch.isfinite(torch.tensor(outcome.last["top1"]))
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon", "sgd"])
+def test_moments_lie_as_their_weights_do(tmp_path: Path, optimiser: str) -> None:
+    """Fused steps walk a weight and its moments side by side, so they must have the same layout after a resume."""
+
+    def pictures() -> nn.Module:
+        torch.manual_seed(3)
+        made = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4))
+        return made.to(memory_format=torch.channels_last)
+
+    settings: dict[str, Any] = {"optimiser": optimiser, "checkpoint_seconds": 0, "evaluate": None, "models": False}
+    whole, _ = train(pictures(), **settings)
+    with pytest.raises(Killed):
+        train(pictures(), tmp_path, objective=dying(5), **settings)
+    resumed, _ = train(pictures(), tmp_path, resume=True, **settings)
+    assert same(weights(whole.model), weights(resumed.model))
+
+
+def test_tensors_that_share_memory(tmp_path: Path) -> None:
+    one = torch.randn(4, 3)
+    write(tmp_path / "x.safetensors", {"a": one, "b": one, "c": one[:2]}, {})
+    tensors, _ = read(tmp_path / "x.safetensors")
+    assert torch.equal(tensors["a"], one) and torch.equal(tensors["b"], one) and torch.equal(tensors["c"], one[:2])
+
+
+def test_a_converted_model_may_not_go_on_with_another_mechanism(tmp_path: Path) -> None:
+    train(small_model("stella"), tmp_path, checkpoint_seconds=0, epochs=1)
+    with pytest.raises(LinvitError, match="belongs to another run"):
+        train(small_model("relu_linear"), tmp_path, checkpoint_seconds=0, epochs=1, resume=True)
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".writing-x").write_bytes(b"half")
+    train(folder=tmp_path, epochs=1)
+    assert not list((tmp_path / "checkpoints").glob(".writing-*"))

@@ -13,10 +13,22 @@ from torch import nn
 from torch.nn import functional as F
 
 import linvit
+from linvit.conversion.saving import note
 from linvit.errors import LinvitError
-from linvit.training.distillation import Distillation, Teacher, best_map, divergence, feature_error, open_teacher
+from linvit.training.config import Config
+from linvit.training.distillation import (
+    Distillation,
+    Teacher,
+    best_map,
+    check_teacher,
+    divergence,
+    feature_error,
+    open_teacher,
+)
 from linvit.training.losses import Supervised
+from linvit.training.objectives import make_phases
 from linvit.training.taps import Taps
+from tests.training.toys import small_model
 
 TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2, "num_classes": 5}
 IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -162,3 +174,30 @@ def test_wrong_teachers_are_refused() -> None:
     silent = nn.Sequential(nn.Flatten(), nn.Linear(3072, 9))
     with pytest.raises(LinvitError, match="the teacher has 9 classes, the student 5"):
         Distillation(Teacher(silent), student)(student, IMAGES, LABELS)
+
+
+def test_the_teacher_sees_its_own_colours() -> None:
+    """Images are normalised for the student; another normalisation of the teacher's is put in its place."""
+    student, teacher = small_model(), small_model(seed=1)
+    assert Teacher(teacher, student=student).colours is None
+    teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    pictures = torch.rand(2, 3, 8, 8)
+    mean, std = (torch.tensor(teacher.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    wanted = teacher.eval()((pictures - mean) / std)
+    torch.testing.assert_close(Teacher(teacher, student=student)((pictures - 0.5) / 0.5), wanted)
+    assert not torch.allclose(Teacher(teacher)((pictures - 0.5) / 0.5), wanted)
+    student, grey = small_model(in_chans=1), small_model(in_chans=1)
+    grey.pretrained_cfg = teacher.pretrained_cfg
+    found = Teacher(grey, student=student)((pictures[:, :1] - 0.5) / 0.5)  # one channel has the mean of the statistics
+    torch.testing.assert_close(found, grey.eval()((pictures[:, :1] - mean.mean()) / std.mean()))
+    with pytest.raises(LinvitError, match="the teacher is the student itself"):
+        make_phases(Config(distillation="soft"), student, student)
+
+
+def test_classes_in_another_order_are_a_mistake() -> None:
+    teacher, student = small_model(), small_model()
+    note(teacher, label_names=("a", "b", "c", "d"))
+    check_teacher(teacher, student)  # which does not say
+    note(student, label_names=("a", "c", "b", "d"))
+    with pytest.raises(LinvitError, match="output 1 is b to the teacher and c to the student"):
+        check_teacher(teacher, student)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import linvit
 from linvit.errors import LinvitError
-from linvit.training.config import Stage
+from linvit.training.alignment import AttentionAlignment
+from linvit.training.average import Average, measure_batch_norm
+from linvit.training.config import Config, Stage
 from linvit.training.diagnosis import Diverged
-from linvit.training.logs import read_log
-from tests.training.toys import ToySource, accuracy, cross_entropy, same, small_model, train, weights
+from linvit.training.distillation import Teacher
+from linvit.training.engine import Engine
+from linvit.training.logs import Log, read_log
+from linvit.training.phases import Phase
+from linvit.training.processes import make_accelerator
+from tests.training.toys import PLAIN, ToySource, accuracy, cross_entropy, same, small_model, train, weights
 
 
 def test_a_run_learns_and_leaves_its_models(tmp_path: Path) -> None:
@@ -162,7 +172,7 @@ def test_mesa_learns_from_the_average() -> None:
     records: list[dict[str, Any]] = []
     train(ema=0.5, mesa=2.0, mesa_start=0.5, log_steps=1, watch=records.append)
     mesa = [record["mesa"] for record in records if record["kind"] == "train"]
-    assert mesa[:4] == [0] * 4 and min(mesa[4:]) > 0
+    assert mesa[:5] == [0] * 5 and min(mesa[5:]) > 0  # two steps of warm-up, and half of the six after it
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,3 +257,117 @@ def test_attention_is_asked_for_its_deterministic_backward() -> None:
     asked.clear()
     train(small_model(), objective=objective, deterministic=False)
     assert not torch.are_deterministic_algorithms_enabled() and len(asked) == outcome.steps
+
+
+def test_the_average_has_batch_norms_statistics_too() -> None:
+    """As timm's: the statistics belong to the weights they were measured with."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4))
+    average = Average(model, 0.9, ramp=0)
+    theirs = ModelEmaV3(model, decay=0.9)
+    for step in range(1, 6):
+        model(torch.randn(8, 3, 8, 8) * step)
+        average.update(step)
+        theirs.update(model)
+    for name, tensor in average.model.state_dict().items():
+        torch.testing.assert_close(tensor, theirs.module.state_dict()[name])
+    assert not torch.equal(average.model[1].running_mean, model[1].running_mean)
+
+
+def test_a_short_training_shows_what_it_learnt() -> None:
+    """A decay for hundreds of thousands of steps would show the weights of the beginning."""
+    average = Average(nn.Linear(2, 2), 0.99996)
+    assert [average.decay_at(step) for step in (1, 90, 10**7)] == pytest.approx([2 / 11, 0.91, 0.99996])
+    _, outcome = train(ema=0.99996, epochs=10)
+    assert outcome.last["top1"] > 90
+
+
+def test_batch_norm_is_measured_over_processes() -> None:
+    norm = nn.BatchNorm1d(2)
+    measure_batch_norm(norm, [torch.tensor([[1.0, 2.0], [3.0, 6.0]])], lambda statistic: statistic + 1)
+    assert norm.running_mean.tolist() == [3, 5] and norm.running_var.tolist() == [3, 9]
+
+
+def test_nan_is_named_in_models_with_batch_norm() -> None:
+    """The bad batch has spoilt the running statistics too, which is not where it began."""
+    parts = (nn.Conv2d(3, 4, 3), Overflowing(), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4))
+    Overflowing.calls = 0
+    with pytest.raises(Diverged, match=r"in step 7: it began in the activations of 1 \(Overflowing\)"):
+        train(nn.Sequential(*parts), epochs=4, log_steps=4, evaluate=None)
+
+
+def test_nan_in_a_part_of_the_next_epoch_is_named() -> None:
+    """Three batches an epoch, steps of two: the second step's second part lies in the next epoch."""
+    source = Poisoned(batch=8, images=24)
+    with pytest.raises(Diverged, match="in step 3: it began in the batch itself"):
+        train(source=source, batch_size=16, accumulate=2, log_steps=1, evaluate=None)
+
+
+def test_a_failed_step_leaves_nobody_listening() -> None:
+    """Else the next training of that model would stop its gradients at the layers it listens to."""
+    student, original = small_model("stella"), small_model()
+    objective = AttentionAlignment(Teacher(original), student, inputs="student")
+
+    def failing(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        objective.taps.listen()
+        raise RuntimeError("out of memory")
+
+    failing.rest = objective.rest  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(student, objective=failing)
+    assert not objective.taps.listening
+    before = weights(student)
+    train(student)
+    assert not torch.equal(student.blocks[0].attn.qkv.weight, before["blocks.0.attn.qkv.weight"])
+
+
+def test_what_learns_after_a_training_is_what_learnt_before() -> None:
+    model = small_model("stella")
+    model.pos_embed.requires_grad_(False)
+    train(model, stages=(Stage("one", epochs=1, trainable="attention"),), epochs=1)
+    assert not model.pos_embed.requires_grad and model.head.weight.requires_grad
+
+
+def test_a_stage_that_trains_what_its_loss_does_not_see() -> None:
+    def blind(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.mse_loss(model.patch_embed(images).detach(), torch.zeros(()).expand(8, 4, 16))}
+
+    with pytest.raises(LinvitError, match="nothing that this stage trains takes part in its loss"):
+        train(objective=blind)
+
+
+def test_finished_stages_leave_no_optimiser() -> None:
+    made, _ = train(stages=(Stage("one", epochs=1), Stage("two", epochs=1)), epochs=2)
+    assert len(made.accelerator._optimizers) == 1
+
+
+def test_an_accelerator_for_other_parts_is_a_mistake() -> None:
+    config = Config(**PLAIN, accumulate=2)
+    phases = [Phase(stage, cross_entropy) for stage in config.plan_of_stages()]
+    with pytest.raises(LinvitError, match="gradient_accumulation_steps=2"):
+        Engine(make_accelerator(Config(**PLAIN), "cpu"), small_model(), config, ToySource(4), phases)
+
+
+def test_the_log_is_json_whatever_was_measured(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.add("train", 1, {"gradient_norm": float("inf"), "kept": {"share": [[float("nan"), 0.5]]}})
+    log.close()
+    text = (tmp_path / "log.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["kept"] == {"share": [[None, 0.5]]}
+
+
+def test_mesa_takes_outputs_with_names() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small_model()
+
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(logits=self.inner(x))
+
+    def objective(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(model(images).logits, targets)}
+
+    records: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {"ema": 0.5, "mesa": 1.0, "mesa_start": 0, "log_steps": 1, "evaluate": None}
+    train(Named(), objective=objective, watch=records.append, **settings)
+    assert [record["mesa"] for record in records if record["kind"] == "train"][-1] > 0

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import timm
 import torch
 
-from linvit.training.config import Config, Stage
+from linvit.errors import LinvitError
+from linvit.training.config import Config, Stage, override
 from linvit.training.muon import Muon, matrices_in
 from linvit.training.optimiser import clip, make_optimiser, select_trainable
 from linvit.training.recipes import recipe
@@ -141,28 +143,27 @@ def test_what_decays() -> None:
     assert not any(name.endswith("bias") or "norm" in name for name in vectors)
     released = decaying(recipe("qtvit"))  # by name: positions decay, norms and biases do not
     assert "pos_embed" in released and "blocks.0.norm1.weight" not in released
-    assert not any("norm" in name or "bias" in name for name in released)
+    assert not any("bias" in name or ("norm" in name and "shortcut" not in name) for name in released)
     assert len(decaying(Config(no_decay="nothing"))) == len(select_trainable(small_model("qt"), "all"))
 
 
 def test_agc_against_its_formula() -> None:
-    """A unit's gradient is at most `factor` times its weights in L2 norm, of 1e-3 at least; not so the head's."""
+    """A unit's gradient is at most `factor` times its weights in L2 norm, of 1e-3 at least."""
     model = small_model()
     named = select_trainable(model, "all")
     torch.manual_seed(1)
     for p in named.values():
         p.grad = torch.randn_like(p)
     before = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-    clip(Config(clip_agc=0.01), named, torch.tensor(1.0), "head")
+    clip(Config(clip_agc=0.01), named, torch.tensor(1.0))
     for name, p in named.items():
         expected = before[name].clone()
-        if not name.startswith("head."):
-            units = expected.flatten(1) if p.ndim > 1 else expected.reshape(1, -1)
-            weights = p.detach().flatten(1) if p.ndim > 1 else p.detach().reshape(1, -1)
-            for unit, weight in zip(units, weights, strict=True):
-                limit = 0.01 * max(weight.norm().item(), 1e-3)
-                if unit.norm() > limit:
-                    unit.mul_(limit / unit.norm())
+        units = expected.flatten(1) if p.ndim > 1 else expected.reshape(1, -1)
+        weights = p.detach().flatten(1) if p.ndim > 1 else p.detach().reshape(1, -1)
+        for unit, weight in zip(units, weights, strict=True):
+            limit = 0.01 * max(weight.norm().item(), 1e-3)
+            if unit.norm() > limit:
+                unit.mul_(limit / unit.norm())
         assert p.grad is not None and torch.allclose(p.grad, expected, rtol=1e-4, atol=1e-7), name
 
 
@@ -171,5 +172,74 @@ def test_norm_is_clipped() -> None:
     for p in named.values():
         p.grad = torch.ones_like(p)
     norm = math.sqrt(sum(p.numel() for p in named.values()))
-    clip(Config(clip_norm=2.0), named, torch.tensor(norm), None)
+    clip(Config(clip_norm=2.0), named, torch.tensor(norm))
     assert torch.nn.utils.get_total_norm([p.grad for p in named.values()]).item() == pytest.approx(2, rel=1e-4)
+
+
+def test_gradients_are_clipped_number_by_number() -> None:
+    model = small_model()
+    named = select_trainable(model, "all")
+    for p in named.values():
+        p.grad = 3 * torch.randn_like(p)
+    before = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    clip(Config(clip_value=2.0), named, torch.tensor(1.0))
+    assert all(torch.equal(p.grad, before[name].clamp(-2, 2)) for name, p in named.items() if p.grad is not None)
+    with pytest.raises(LinvitError, match="clip by one of"):
+        Config(clip_value=2.0, clip_norm=1.0)
+
+
+def test_muon_leaves_both_classifiers_of_a_distilled_model_alone() -> None:
+    model = timm.create_model("deit_tiny_distilled_patch16_224", depth=1, embed_dim=24, num_heads=2, num_classes=5)
+    made = make_optimiser(Config(optimiser="muon"), model, select_trainable(model, "all"))
+    moved = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
+    assert id(model.blocks[0].attn.qkv.weight) in moved
+    assert not moved & {id(model.head.weight), id(model.head_dist.weight)}
+
+
+def test_what_decays_in_qtvit_is_what_decays_in_its_code() -> None:
+    """There the head's LayerNorm is called norm, and the shortcut's BatchNorm is not."""
+    model = timm.create_model("qtvit_1", num_classes=5)
+    made = make_optimiser(recipe("qtvit"), model, select_trainable(model, "all"))
+    decaying = {id(p) for group in made.param_groups if group["weight_decay"] for p in group["params"]}
+    named = dict(model.named_parameters())
+    host = "stages.2.blocks.1.context_module.main"
+    for name in (f"{host}.mechanism.shortcut.norm.weight", f"{host}.mechanism.scale", "head.classifier.0.weight"):
+        assert id(named[name]) in decaying, name
+    for name in ("head.classifier.1.weight", f"{host}.proj.norm.weight", f"{host}.mechanism.shortcut.norm.bias"):
+        assert id(named[name]) not in decaying, name
+
+
+def test_short_trainings_warm_up_for_half_of_their_steps() -> None:
+    config = override(recipe("mixa"), ["epochs=10"])  # ten epochs of warm-up, of 150
+    rate = stage_schedule(config, config.plan_of_stages()[0], 1000, 100)
+    assert rate.warmup == 500 and rate(999) < 0.11 * config.peak_lr
+
+
+def test_the_cool_down_of_a_constant_rate() -> None:
+    config = Config(schedule="constant", epochs=8, cooldown_epochs=2, warmup_epochs=0)
+    rate = stage_schedule(config, config.plan_of_stages()[0], 1000, 100)
+    assert rate(799) == config.lr and rate(800) == config.min_lr
+    with pytest.raises(LinvitError, match="cooldown_epochs is for a training in one stage"):
+        override(recipe("fast"), ["cooldown_epochs=2"])
+
+
+def test_muon_with_nothing_to_move() -> None:
+    model = small_model()
+    made = make_optimiser(Config(optimiser="muon"), model, select_trainable(model, "all"))
+    model.head(torch.randn(2, 16)).sum().backward()
+    before = model.blocks[0].attn.qkv.weight.clone()
+    made.step()
+    assert torch.equal(model.blocks[0].attn.qkv.weight, before)
+
+
+def test_what_hugging_face_calls_tables_and_classifier() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    model = transformers.ViTForImageClassification(config)
+    made = make_optimiser(Config(optimiser="muon"), model, select_trainable(model, "all"))
+    named = dict(model.named_parameters())
+    moved = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
+    decaying = {id(p) for group in made.param_groups if group["weight_decay"] for p in group["params"]}
+    assert id(named["classifier.weight"]) not in moved and moved
+    assert id(named["vit.embeddings.position_embeddings"]) not in decaying
+    assert id(named["vit.embeddings.cls_token"]) not in decaying

@@ -25,15 +25,33 @@ part()
 """
 
 
+COUNT = """
+from linvit.training.config import Config
+from linvit.training.processes import make_accelerator, part
+print(f"{make_accelerator(Config()).num_processes}\\n", end="")
+part()
+"""
+
+
+def launch(script: Path, *args: str, **variables: str) -> str:
+    """What two processes print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), *args]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_without_a_gpu_two_are_one_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(COUNT)
+    assert launch(script, CUDA_VISIBLE_DEVICES="").split() == ["2", "2"]
+
+
 def test_two_match_one(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*launch, str(script), str(tmp_path / "two")], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    launch(script, str(tmp_path / "two"), ACCELERATE_USE_CPU="true")
     train(folder=tmp_path / "one", **SETTINGS)
     both = [linvit.load(tmp_path / name / "last").state_dict() for name in ("one", "two")]
     for name, tensor in both[0].items():

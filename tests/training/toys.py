@@ -39,7 +39,7 @@ class ToySource:
         self.batch, self.rank, self.world = batch, rank, world
         self.images, self.batches = images, images // (batch * world)
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(self.images, generator=torch.Generator().manual_seed(epoch))
         for step in range(skip, self.batches):
             start = (step * self.world + self.rank) * self.batch
@@ -64,6 +64,7 @@ def engine(
     stages: tuple[Stage, ...] = (),
     evaluate: Any = accuracy,
     watch: Any = None,
+    models: bool = True,
     **settings: Any,
 ) -> Engine:
     config = Config(**{**PLAIN, **settings}, stages=stages)
@@ -73,7 +74,8 @@ def engine(
         source = ToySource(batch, rank=accelerator.process_index, world=accelerator.num_processes)
     phases = [Phase(stage, objective) for stage in config.plan_of_stages()]
     model = small_model() if model is None else model
-    return Engine(accelerator, model, config, source, phases, folder=folder, evaluate=evaluate, watch=watch)
+    options: dict[str, Any] = {"folder": folder, "evaluate": evaluate, "watch": watch, "models": models}
+    return Engine(accelerator, model, config, source, phases, **options)
 
 
 def train(*args: Any, resume: bool = False, **kwargs: Any) -> tuple[Engine, Outcome]:

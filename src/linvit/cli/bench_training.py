@@ -69,7 +69,7 @@ def training(
             if name != "softmax" or config.stages:  # stages align layers of ours, so softmax's have to be ours too
                 linvit.convert(built, plan)
             options: dict[str, Any] = {"teacher": teacher, "held": held, "loader": loader, "workers": workers}
-            row = training_speed(built, train, config, steps=steps, **options)
+            row = training_speed(built, train, config, steps=steps, device=device, **options)
             file.add({"attention": name, **row})
             advance()
     result = file.finish()

@@ -32,7 +32,9 @@ def compare(
     candidates: Annotated[str, typer.Option(help="Mechanisms and plans, such as softmax,mixa:keep=2,all")] = "",
     data: Annotated[str, typer.Option(help="As for train: digits, an image folder, a .tar, a named set.")] = "",
     root: Annotated[str, typer.Option(metavar="DIR", help="Where a named set lies.")] = "",
-    recipe: Annotated[str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, distil or fast.")] = "",
+    recipe: Annotated[
+        str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, finetune, distil or fast.")
+    ] = "",
     set_: Settings = None,
     seeds: Annotated[str, typer.Option(help="With commas, such as 0,1,2.")] = "",
     patch_sizes: Annotated[str, typer.Option(help="With commas, such as 4,8.")] = "",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +14,7 @@ import typer
 
 from linvit.cli.arguments import image_size, numbers, pairs
 from linvit.cli.output import Json, console, print_json, progress, table
-from linvit.errors import LinvitError, unknown
+from linvit.errors import LinvitError, NotHonoured, unknown_model
 from linvit.figures.files import check_picture
 
 if TYPE_CHECKING:
@@ -74,16 +76,17 @@ def convert(
             raise LinvitError("--plot draws what --calibrate measures: give that too")
     plan = read_plan(to, keep, where, layers, pairs(option, "--option"))
     size = image_size(input_size) if input_size else None
-    built = build(model, pretrained and checkpoint is None, pairs(model_arg, "--model-arg"))
+    args = pairs(model_arg, "--model-arg")
+    built = build(model, pretrained and checkpoint is None, args, instead="--checkpoint FILE or --no-pretrained")
     if checkpoint is not None:
         linvit.load_weights(built, checkpoint)
     resize(built, size, patch_size, window_size)
-    given_up = [feature.strip() for feature in drop.split(",") if feature.strip()]
-    if calibrate is not None:
-        measured = measure(built, calibrate, 6 if keep is None else keep, {*given_up, *plan.drop})
-        plan = as_plan("mixa", keep=measured.keep)
-    report = replace(linvit.convert(built, plan, drop=given_up, input_size=size), sensitivity=measured)
-    linvit.save(built, output, model_args=None if Path(model).is_dir() else pairs(model_arg, "--model-arg"))
+    with dropping(drop) as given_up:
+        if calibrate is not None:
+            measured = measure(built, calibrate, 6 if keep is None else keep, {*given_up, *plan.drop})
+            plan = as_plan("mixa", keep=measured.keep)
+        report = replace(linvit.convert(built, plan, drop=given_up, input_size=size), sensitivity=measured)
+    linvit.save(built, output, model_args=None if Path(model).is_dir() else args)
     if as_json:
         print_json({"model": model, "output": str(output), **asdict(report)})
     else:
@@ -126,16 +129,29 @@ def read_plan(to: str, keep: int | None, where: str, layers: str, options: dict[
     return plan if kept is None else replace(plan, rules=(Rule(None, layers=kept), *plan.rules))
 
 
-def build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
-    """The model with its weights: from a folder of ours, or from timm."""
+@contextmanager
+def dropping(drop: str) -> Iterator[list[str]]:
+    """What --drop names; what it does not name and should is told as that option takes it."""
+    given_up = [feature.strip() for feature in drop.split(",") if feature.strip()]
+    try:
+        yield given_up
+    except NotHonoured as lacking:
+        together = ",".join([*given_up, *lacking.features])
+        raise LinvitError(f"{lacking.reason}: --drop {together} gives up what it cannot") from None
+
+
+def build(name: str, pretrained: bool, args: dict[str, Any], instead: str = "--no-pretrained") -> nn.Module:
+    """The model with its weights: from a folder of ours, or from timm. `instead` are the options that spare timm's."""
     import timm
 
     import linvit
 
     if Path(name).is_dir():
+        if args:
+            raise LinvitError(f"{name} is a saved model, which is built as it was: leave out --model-arg")
         return linvit.load(name)
     if not timm.is_model(name):
-        raise unknown("model", name, timm.list_models())
+        raise unknown_model("model", name, timm.list_models())
     if pretrained:
         from huggingface_hub.utils import logging
 
@@ -150,9 +166,7 @@ def build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
         if not pretrained:
             raise LinvitError(f"{name} cannot be built with {args}: {error}") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
-        raise LinvitError(
-            f"cannot get the pretrained weights of {name} ({reason}); give --checkpoint FILE or --no-pretrained"
-        ) from error
+        raise LinvitError(f"cannot get the pretrained weights of {name} ({reason}); give {instead}") from error
 
 
 def resize(model: nn.Module, size: tuple[int, int] | None, patch: int | None, window: int | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +24,12 @@ def eval_(
     teacher: Annotated[
         str, typer.Option(metavar="MODEL_OR_DIR", help="Also say how often the model agrees with this one.")
     ] = "",
-    split: Annotated[str, typer.Option(help="Which part of the set.")] = "validation",
+    split: Annotated[
+        str,
+        typer.Option(
+            help="train, validation or all. Else validation; of a set without splits what training held out, or all."
+        ),
+    ] = "",
     per_class: Annotated[bool, typer.Option("--per-class", help="Print every class.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save each image's label and choice as JSON.")
@@ -40,10 +47,12 @@ def eval_(
     """Measure a classifier: top-1 with its standard error, top-5, each class, and agreement with a teacher.
 
     \b
-    Example: linvit eval runs/mixa/best --data photos --teacher deit_tiny_patch16_224
+    Example: linvit eval runs/mixa/best --data imagenet --teacher deit_tiny_patch16_224
     """
-    from linvit.tasks.classify import Preprocessing, check_outputs, open_images
-    from linvit.tasks.classify.fitting import SourceMaker, outputs_of
+    from linvit.tasks.classify import Preprocessing
+    from linvit.tasks.classify.classes import match_classes
+    from linvit.tasks.classify.data import open_split, undivided
+    from linvit.tasks.classify.fitting import SourceMaker, check_teacher_size, outputs_of
     from linvit.tasks.classify.metrics import evaluate
     from linvit.training.config import Config
     from linvit.training.distillation import Teacher, check_teacher, open_teacher
@@ -54,16 +63,21 @@ def eval_(
         raise LinvitError(f"no folder {output.parent} to put {output.name} in; make it first")
     config = Config(batch_size=batch, precision=precision)
     accelerator = make_accelerator(config, device)
-    images = open_images(data, split, root=root, unlabelled=True)
+    images = open_split(data, split or "auto", root=root, unlabelled=True)
+    if not split and undivided(images) and was_held_out(model, len(images)):
+        images = open_split(data, "validation", root=root, unlabelled=True)
     if not (images.labelled or teacher):
         raise LinvitError(f"{data} has no labels: put images in CLASS folders, or give --teacher to compare with")
     built = build(model, pretrained, pairs(model_arg, "--model-arg")).to(accelerator.device)
-    check_outputs(images, outputs_of(built))
+    images = match_classes(images, built, outputs_of(built))
+    if images.note and accelerator.is_main_process:
+        print(images.note, file=sys.stderr)
     other = None
     if teacher:
         guide = open_teacher(teacher)
         check_teacher(guide, built)
-        other = Teacher(guide.to(accelerator.device), precision=LOWERED.get(precision))
+        check_teacher_size(guide, Preprocessing.of(built).size, len(Preprocessing.of(built).mean))
+        other = Teacher(guide.to(accelerator.device), student=built, precision=LOWERED.get(precision))
     make = SourceMaker(accelerator, config, Preprocessing.of(built), outputs_of(built), loader, workers, progress)
     with accelerator.autocast():
         found = evaluate(built, make(images, None), classes=images.classes, teacher=other, labelled=images.labelled)
@@ -73,9 +87,18 @@ def eval_(
         found.save(output)
     if as_json:
         numbers = {**found.metrics(), **({"per_class": found.per_class} if images.labelled else {})}
-        print_json({"model": model, "data": data, "split": split, "images": len(found.labels), **numbers})
+        print_json({"model": model, "data": data, "split": split or "auto", "images": len(found.labels), **numbers})
     else:
         print_evaluation(found, per_class)
+
+
+def was_held_out(model: str, images: int) -> bool:
+    """Whether the model comes from a run that held out a part of a set of so many images."""
+    try:
+        sets = json.loads((Path(model).parent / "run.json").read_text(encoding="utf-8"))["sets"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return len(sets) == 2 and len({one["name"] for one in sets}) == 1 and sum(one["images"] for one in sets) == images
 
 
 def print_evaluation(found: Evaluation, per_class: bool) -> None:

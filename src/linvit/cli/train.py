@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.cli.arguments import Loader, ModelArg, Root, Settings, Workers, pairs
-from linvit.cli.convert import build, read_plan
+from linvit.cli.convert import build, dropping, read_plan
 from linvit.cli.output import Json, console, print_json, progress, table
 from linvit.cli.train_output import screen
 from linvit.errors import LinvitError
@@ -24,7 +24,9 @@ def train(
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A timm model, or a folder linvit saved.")],
     data: Annotated[str, typer.Option(help="digits, an image folder, a .tar of one, or a set timm knows by name.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN_DIR", help="Where the run is kept.")],
-    recipe: Annotated[str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, distil or fast.")] = "fast",
+    recipe: Annotated[
+        str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, finetune, distil or fast.")
+    ] = "fast",
     plan: Annotated[str, typer.Option(help="Convert first, by a plan, a mechanism or a plan's JSON file.")] = "",
     option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the plan.")] = None,
     drop: Annotated[str, typer.Option(help="What conversion may give up, with commas.")] = "",
@@ -48,7 +50,7 @@ def train(
     train` to use several GPUs or machines.
 
     \b
-    Example: linvit train deit_tiny_patch16_224 --data photos --plan mixa --recipe fast -o runs/mixa
+    Example: linvit train deit_tiny_patch16_224 --data imagenet --plan mixa --recipe fast -o runs/mixa
     """
     import linvit
     from linvit.tasks.classify import open_data
@@ -69,13 +71,17 @@ def train(
         config = override(config, ["distillation_weight=1"])
         if accelerator.is_main_process:
             print(f"{data} has no labels: the teacher's answers are all there is to learn", file=sys.stderr)
+    if teacher and not config.needs_teacher:
+        raise LinvitError(f"recipe {recipe} has no use for a teacher: set distillation=soft, or leave --teacher out")
     built = start(model, pretrained, args, sets[0].class_count, config.seed)
     guide = find_teacher(teacher or config.teacher or "", built, plan) if config.needs_teacher else None
+    if guide is not None and pretrained and not (teacher or config.teacher or Path(model).is_dir()):
+        check_learnt(built, model, data, plan)
     report = None
     if chosen is not None:
-        given_up = [feature.strip() for feature in drop.split(",") if feature.strip()]
-        report = linvit.convert(built, chosen, drop=given_up)
-    identity = {"model": model, "args": args, "plan": plan, "option": option, "teacher": teacher}
+        with dropping(drop) as given_up:
+            report = linvit.convert(built, chosen, drop=given_up)
+    identity = {"model": model, "args": args, "plan": plan, "option": option, "drop": drop, "teacher": teacher}
     with screen(accelerator.is_main_process and not as_json) as watch:
         outcome = fit(
             built,
@@ -124,6 +130,18 @@ def find_teacher(name: str, model: nn.Module, plan: str) -> nn.Module:
     if not plan:
         raise LinvitError("the recipe learns from a teacher: give --teacher, or --plan to learn from the original")
     return copy.deepcopy(model)
+
+
+def check_learnt(original: Any, model: str, data: str, plan: str) -> None:
+    """Whether a pretrained original has answers to learn from: for another number of classes its classifier is new."""
+    known = (getattr(original, "pretrained_cfg", None) or {}).get("num_classes")
+    if known is None or known == original.num_classes:
+        return
+    first = f"linvit train {model} --data {data} --recipe finetune -o runs/original"
+    raise LinvitError(
+        f"{model} has not learnt these {original.num_classes} classes and cannot teach them: train it first ({first}) "
+        f"and convert that (linvit train runs/original/best --data {data} --plan {plan} …), or give --teacher"
+    )
 
 
 def summary(outcome: Outcome, folder: Path, conversion: str | None) -> dict[str, Any]:

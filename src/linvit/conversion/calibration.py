@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from PIL import Image
 from timm.data import ImageDataset, create_transform, resolve_model_data_config
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
 
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unreadable
 
 
 def calibration_images(folder: Path, model: nn.Module, images: int = 256, batch: int = 32) -> Iterator[Tensor]:
     """Batches of at most `images` images, taken evenly from all files below the folder, in evaluation transforms.
 
-    An unreadable file is skipped with a warning, as timm's data sets do.
+    A file that is no image is skipped with a warning, as timm's data sets do; one that breaks off is an error.
     """
     if not folder.is_dir():
         raise LinvitError(f"{folder} is no folder of images")
@@ -25,10 +25,20 @@ def calibration_images(folder: Path, model: nn.Module, images: int = 256, batch:
     if fixed is not None:
         config["input_size"] = (config["input_size"][0], *fixed)
     try:
-        data = ImageDataset(str(folder), transform=create_transform(**config))
+        data = ImageDataset(str(folder), input_img_mode=None)
     except RuntimeError as error:
         raise LinvitError(f"no images in {folder}") from error
     count = min(images, len(data))
     chosen = [i * len(data) // count for i in range(count)]
-    for pictures, _ in DataLoader(Subset(data, chosen), batch):
-        yield torch.as_tensor(pictures)
+    transform = create_transform(**config)
+    for start in range(0, count, batch):
+        yield torch.stack([transform(whole(data[index][0])) for index in chosen[start : start + batch]])
+
+
+def whole(picture: Image.Image) -> Image.Image:
+    """The decoded picture, or an error that names its file."""
+    name = getattr(getattr(picture, "fp", None), "name", "of the folder")
+    try:
+        return picture.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise Unreadable(f"cannot read image {name}: {error}; replace it or take it out") from None

@@ -15,7 +15,7 @@ from linvit.conversion.host import Ask, Grids, Host, stem
 from linvit.conversion.hosts import host_for, host_of
 from linvit.conversion.pictures import watch
 from linvit.conversion.plan import Choice, Plan, as_plan
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, NotHonoured
 
 if TYPE_CHECKING:
     from linvit.conversion.sensitivity import Sensitivity
@@ -104,7 +104,12 @@ def convert(
         if any(ask.keeps for ask in asks):
             kept[name] = next(ask.feature for ask in asks if ask.keeps)
             continue
-        steps.append((name, module, choice, mechanism, check(name, asks, mechanism, given_up, host_of(module).between)))
+        steps.append((name, module, choice, mechanism, check(name, asks, mechanism, host_of(module).between)))
+    lacking = [(m.name, name, f) for name, _, _, m, dropped in steps for f in dropped if f not in given_up]
+    if lacking:
+        features = list(dict.fromkeys(feature for *_, feature in lacking))
+        first, name, _ = lacking[0]
+        raise NotHonoured(f"{first} cannot honour the {' and '.join(features)} from {name} on", features)
     before = {name for name, _ in model.named_parameters()}
     was = {name: current_mechanism(module) for name, module in hosts}
     install(model, hosts, [(module, mechanism, dropped) for _, module, _, mechanism, dropped in steps])
@@ -165,20 +170,14 @@ def asks_of(model: nn.Module, module: nn.Module) -> list[Ask]:
     return host_of(module).asks_in(model, module)
 
 
-def check(name: str, asks: list[Ask], mechanism: Mechanism, drop: set[str], between: bool) -> tuple[str, ...]:
-    """The features given up here, or an error naming what the mechanism cannot honour."""
+def check(name: str, asks: list[Ask], mechanism: Mechanism, between: bool) -> tuple[str, ...]:
+    """The features to give up here, or an error naming what cannot be."""
     if mechanism.capabilities.between and not between:
         raise LinvitError(f"{mechanism.name} adds a step between attention and MLP, which {name} has no place for")
-    dropped = []
     for ask in asks:
         if not ask.droppable:
             raise LinvitError(f"{mechanism.name} cannot serve {name}: it has {ask.feature}")
-        if ask.feature not in drop:
-            raise LinvitError(
-                f"{mechanism.name} cannot honour the {ask.feature} of {name}; drop=('{ask.feature}',) gives it up"
-            )
-        dropped.append(ask.feature)
-    return tuple(dropped)
+    return tuple(ask.feature for ask in asks)
 
 
 def swap(module: nn.Module, mechanism: Mechanism, dropped: tuple[str, ...]) -> None:
@@ -212,9 +211,12 @@ def remember(model: nn.Module, plan: Plan, drop: set[str], input_size: tuple[int
 
 
 def own_size(model: Any) -> tuple[int, int]:
-    """The image size a model is meant for: the one it was built for, else as timm or Hugging Face notes it."""
+    """The image size a model is meant for: the one it was built for, else as timm or Hugging Face notes it. A model of
+    any size that was trained at another than it was built for notes both."""
+    noted = getattr(model, "pretrained_cfg", None) or {}
     size: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    size = size or (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    if size is None or noted.get("built_for") == size:
+        size = noted.get("input_size")
     size = size or getattr(getattr(model, "config", None), "image_size", 224)
     return (size, size) if isinstance(size, int) else tuple(size[-2:])
 

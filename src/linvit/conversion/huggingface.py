@@ -242,7 +242,7 @@ def build_model(name: str, config: dict[str, Any]) -> nn.Module:
 def harmless(config: Any) -> Any:
     """The config without what names an implementation of attention: transformers may fetch and run it by its name."""
     if isinstance(config, dict):
-        return {key: harmless(value) for key, value in config.items() if "implementation" not in key}
+        return {key: harmless(value) for key, value in config.items() if "implementation" not in str(key)}
     return copy.deepcopy(config)
 
 

@@ -53,6 +53,7 @@ def save(
         "args": args,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "preprocessing": preprocessing(model),
+        **({"classes": list(label_names(model))} if label_names(model) else {}),
         "conversions": [{**done, "plan": done["plan"].to_dict()} for done in getattr(model, "linvit_conversions", [])],
         "layers": rows,
     }
@@ -89,21 +90,46 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module
     model.linvit_conversions = [  # type: ignore[assignment]
         {**done, "plan": Plan.from_dict(done.get("plan"))} for done in config["conversions"]
     ]
-    known = getattr(model, "pretrained_cfg", None) or {}
-    if not hugging(model):
-        model.pretrained_cfg = model.default_cfg = {**known, **config["preprocessing"]}  # type: ignore[assignment]
+    if not hugging(model) or "crop_pct" in config["preprocessing"]:
+        note(model, **config["preprocessing"])
+    if "classes" in config:
+        note(model, label_names=tuple(config["classes"]))
     return model.to(device).eval()
 
 
 def preprocessing(model: nn.Module) -> dict[str, Any]:
     """What happens to a picture before the model sees it, as timm's data config, at the model's present input size."""
-    if hugging(model):  # its image processor knows the rest
-        return {"input_size": (3, *own_size(model))}
+    if hugging(model):  # its image processor knows the rest, unless it was trained here
+        trained = {"crop_pct": noted(model)["crop_pct"]} if "crop_pct" in noted(model) else {}
+        return {"input_size": (3, *own_size(model)), **trained}
     config = resolve_model_data_config(model)
-    size = getattr(getattr(inner(model), "patch_embed", None), "img_size", None)
-    if size is not None:
-        config["input_size"] = (config["input_size"][0], *size)
+    if built_for(model) is not None:
+        config["input_size"] = (config["input_size"][0], *own_size(inner(model)))
     return config
+
+
+def note(model: Any, **facts: Any) -> None:
+    """Write on a model what is to be saved with it, where timm keeps it: `input_size`, `crop_pct`, `label_names`."""
+    if "input_size" in facts and built_for(model) is not None:
+        facts["built_for"] = built_for(model)
+    model.pretrained_cfg = model.default_cfg = {**noted(model), **facts}
+
+
+def noted(model: nn.Module) -> dict[str, Any]:
+    found: Any = getattr(model, "pretrained_cfg", None)
+    return found or {}
+
+
+def built_for(model: nn.Module) -> Any:
+    """The image size a model was built for, where it has one."""
+    return getattr(getattr(inner(model), "patch_embed", None), "img_size", None)
+
+
+def label_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of a model's classes, those it was trained on; none after it was given another number of outputs."""
+    names = tuple(noted(model).get("label_names") or ())
+    outputs = getattr(model, "num_classes", None) or getattr(getattr(model, "config", None), "num_labels", None)
+    return names if len(names) == outputs else ()
 
 
 def shape(tensors: Mapping[str, Tensor], key: str) -> tuple[int, ...] | None:
@@ -142,6 +168,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     for row in config["layers"]:
         if not isinstance(row, dict) or not {"name", "mechanism", "options", "grid", "dropped"} <= row.keys():
             raise LinvitError(f"{path} is damaged: a layer is {row!r}")
+    classes = config.get("classes", [])
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise LinvitError(f"{path} is damaged: 'classes' is {classes!r}")
     if not isinstance(getattr(torch, config["dtype"], None), torch.dtype):
         raise LinvitError(f"{path} is damaged: 'dtype' is {config['dtype']!r}")
     return config

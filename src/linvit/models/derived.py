@@ -11,6 +11,7 @@ from typing import Any
 
 import timm
 from timm.models import get_pretrained_cfg
+from timm.models.efficientvit_mit import DSConv, LiteMLA, MBConv, ResidualBlock
 from torch import nn
 
 from linvit.conversion import Plan, convert
@@ -34,6 +35,8 @@ def derived(name: str, base: str, plan: Callable[..., Plan], options: Sequence[s
         if base.startswith("efficientvit"):
             kwargs.pop("img_size", None)  # fully convolutional: only the learned positions have a size
         model = timm.create_model(base, **{**fixed, **kwargs})
+        if base.startswith("efficientvit"):
+            begin_as_released(model)
         convert(model, chosen, input_size=(size, size) if isinstance(size, int) else tuple(size), quiet=False)
         num_classes = kwargs.get("num_classes", cfg["num_classes"])
         named: Any = {**cfg, "architecture": name, "num_classes": num_classes}
@@ -42,6 +45,20 @@ def derived(name: str, base: str, plan: Callable[..., Plan], options: Sequence[s
 
     start = f"linvit.convert(timm.create_model('{base}', pretrained=True), …)"
     add_model(__name__, name, build, cfg, instead=f"start from softmax ones with {start}")
+
+
+def begin_as_released(model: nn.Module) -> None:
+    """The weights that EfficientViT's code, and so QT-ViT's, begins with: normal ones of 0.02, no bias, and residual
+    branches that add nothing at first."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, ResidualBlock) and isinstance(module.shortcut, nn.Identity):
+            last = {DSConv: "point_conv", MBConv: "point_conv", LiteMLA: "proj"}.get(type(module.main))
+            if last is not None:
+                nn.init.zeros_(getattr(module.main, last).norm.weight)
 
 
 def with_options(plan: Callable[..., Plan], /, **preset: Any) -> Callable[..., Plan]:

@@ -101,6 +101,10 @@ class AttentionAlignment:
         source = teacher.model if inputs == "teacher" else student
         self.taps = Taps(source, self.names, cut=inputs == "student")
 
+    def rest(self) -> None:
+        """Listen to neither model any more, whatever happened."""
+        self.taps.take()
+
     def close(self) -> None:
         """Take the hooks off both models."""
         self.taps.close()
@@ -157,6 +161,11 @@ class FeatureAlignment:
         hosts_to_align(teacher.model, student)
         self.names = blocks_around_hosts(student)
         self.ours, self.theirs = Taps(student, self.names), Taps(teacher.model, self.names)
+
+    def rest(self) -> None:
+        """Listen to neither model any more, whatever happened."""
+        self.ours.take()
+        self.theirs.take()
 
     def close(self) -> None:
         """Take the hooks off both models."""

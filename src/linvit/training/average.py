@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 
 class Average:
-    """A copy of the model whose weights follow the trained ones slowly. It is a model of its own, so that it can be
-    evaluated, saved and learnt from without touching the one in training."""
+    """A copy of the model whose weights, and BatchNorm's statistics with them, follow the trained ones slowly. It is a
+    model of its own, so that it can be evaluated, saved and learnt from without touching the one in training."""
 
-    def __init__(self, model: nn.Module, decay: float, ramp: float = 0) -> None:
+    def __init__(self, model: nn.Module, decay: float, ramp: float | None = None) -> None:
         self.decay, self.ramp = decay, ramp
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
-        self._weights: list[list[Tensor]] = [list(module.parameters()) for module in (self.model, model)]
-        self._buffers: list[list[Tensor]] = [list(module.buffers()) for module in (self.model, model)]
+        saved = [(name, value.is_floating_point()) for name, value in model.state_dict().items()]
+        averaged = {name for name, floating in saved if floating}
+        self._weights: list[list[Tensor]] = [[], []]
+        self._buffers: list[list[Tensor]] = [[], []]  # counts, and what is only for the moment
+        for side, module in enumerate((self.model, model)):
+            self._weights[side] += module.parameters()
+            for name, buffer in module.named_buffers():
+                (self._weights if name in averaged else self._buffers)[side].append(buffer)
 
     def decay_at(self, step: int) -> float:
-        """The decay after so many steps: near 0 at first where there is a ramp."""
+        """The decay after so many steps, near 0 at first where there is a ramp. Without one, a training that is short
+        for its decay would show the weights it began with."""
+        if self.ramp is None:
+            return min(self.decay, (1 + step) / (10 + step))
         return self.decay * (1 - math.exp(-step / self.ramp)) if self.ramp else self.decay
 
     @torch.no_grad()
@@ -43,9 +52,11 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @torch.no_grad()
-def measure_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Replace BatchNorm's running statistics by the mean over these batches; the rest of the model stays in
-    evaluation mode, so that nothing is dropped."""
+def measure_batch_norm(
+    model: nn.Module, batches: Iterable[Tensor], over_processes: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Replace BatchNorm's running statistics by the mean over these batches, and over those of all processes; the rest
+    of the model stays in evaluation mode, so that nothing is dropped."""
     norms = [module for module in model.modules() if isinstance(module, NORMS) and module.track_running_stats]
     if not norms:
         return
@@ -60,4 +71,7 @@ def measure_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
         model(batch)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
+        for statistic in (norm.running_mean, norm.running_var):
+            if over_processes is not None and statistic is not None:
+                statistic.copy_(over_processes(statistic.clone()))
     model.train(training)

@@ -40,7 +40,7 @@ class Checkpoints:
         """Write the checkpoint of a step and drop those before the last two."""
         path = self.folder / f"step-{step:08d}.safetensors"
         write(path, tensors, {**state, "step": step, "fingerprint": self.fingerprint})
-        for old in self.files()[KEPT:]:
+        for old in (*self.files()[KEPT:], *self.folder.glob(".writing-*")):  # the latter a killed process left
             old.unlink(missing_ok=True)
         return path
 
@@ -66,12 +66,9 @@ class Checkpoints:
             raise LinvitError(f"no checkpoint can be used: {reason}; start the run in another folder")
         return None
 
-    def best(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The best weights, where there are any that can be read."""
-        try:
-            return self.read(self.folder / BEST) if (self.folder / BEST).exists() else None
-        except LinvitError:
-            return None
+    def best(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The best weights."""
+        return self.read(self.folder / BEST)
 
     def read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, state = read(path)
@@ -88,8 +85,13 @@ def fingerprint(what: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Write a checkpoint whole or not at all."""
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """Write a checkpoint whole or not at all. Tensors that share memory are written one by one."""
+    held, seen = {}, set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        held[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
     header = {"linvit": json.dumps({**state, "format": FORMAT, "checksum": checksum(held)})}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
@@ -129,7 +131,8 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     """CRC-32 of all values, in the order of the names."""
     found = 0
     for name in sorted(tensors):
-        found = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, found)
+        values = tensors[name].detach().cpu().contiguous()
+        found = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, found)
     return found
 
 

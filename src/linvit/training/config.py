@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -19,11 +19,26 @@ CHOICES = {
     "optimiser": ("adamw", "sgd", "muon"),
     "schedule": ("cosine", "constant"),
     "no_decay": ("vectors", "norm_and_bias", "nothing"),
+    "drop_path_rule": ("linear", "constant", "ramped"),
     "loss": ("cross_entropy", "bce"),
     "distillation": ("none", "soft", "hard", "token"),
+    "train_interpolation": ("model", "random", "bilinear", "bicubic"),
     "precision": ("fp32", "bf16", "fp16"),
     "compile": ("auto", "off", "blocks", "default", "reduce-overhead", "max-autotune"),
 }
+POSITIVE = (
+    *("lr", "lr_batch", "muon_lr", "added_lr", "epochs", "batch_size", "repeats", "accumulate", "eval_epochs"),
+    *("log_steps", "temperature", "test_crop", "input_size", "random_sizes"),
+)
+NOT_NEGATIVE = (
+    *("warmup_epochs", "cooldown_epochs", "weight_decay", "min_lr", "warmup_lr", "eps", "clip_norm", "clip_value"),
+    *("clip_agc", "ema_ramp", "colour_jitter", "mixup", "cutmix", "drop_path_skip", "mesa", "bn_images"),
+    "checkpoint_seconds",
+)
+SHARES = (
+    *("flip", "erasing", "mixup_prob", "mixup_switch", "label_smoothing", "distillation_weight", "drop_path"),
+    *("mesa_start", "sparse_anneal", "sparse_empty"),
+)
 OBJECTIVES = ("alignment", "features", "supervised")
 INPUTS = ("teacher", "student")
 
@@ -46,6 +61,8 @@ class Stage:
         check("objective", self.objective, OBJECTIVES)
         check("kind of inputs", self.inputs, INPUTS)
         check_pattern("trainable", self.trainable)
+        check_numbers(self, ("lr",), "above 0", lambda value: 0 < value < math.inf)
+        check_numbers(self, ("logits", "fit", "features"), "0 or more", lambda value: 0 <= value < math.inf)
         if not 0 < self.epochs < math.inf:
             raise LinvitError(f"stage {self.name} has {self.epochs} epochs: it needs some, or leave the stage out")
 
@@ -79,9 +96,10 @@ class Config:
         "vectors"  # what has none: 1-D parameters and the model's own list, names with norm or bias, nothing
     )
     clip_norm: float | None = None
+    clip_value: float | None = None
     clip_agc: float | None = None
     ema: float | None = None
-    ema_ramp: float = 0  # steps t of the ramp decay·(1 − exp(−step/t))
+    ema_ramp: float | None = None  # t of a ramp decay·(1 − exp(−step/t)); None: (1 + step)/(10 + step) at most
     stages: tuple[Stage, ...] = ()  # none: one supervised stage
 
     # Steps.
@@ -98,7 +116,9 @@ class Config:
     input_size: int | None = None  # None: the model's own
     random_sizes: tuple[int, ...] = ()  # a size for each step, drawn from these
     test_crop: float | None = None  # None: the model's own
+    train_interpolation: str = "model"  # its own, or random, bilinear, bicubic; the resident loader's is bilinear
     crop_scale: tuple[float, float] = (0.08, 1.0)  # share of the image a random crop takes; (1, 1): no crop
+    repeats: int = 1  # how often an image comes in a step, each time varied anew; an epoch is as long, of fewer images
     flip: float = 0.5
     colour_jitter: float = 0
     randaugment: str | None = None  # in timm's notation
@@ -112,13 +132,14 @@ class Config:
     # What is learnt.
     drop_path: float = 0
     drop_path_skip: int = 0  # first blocks without it
+    drop_path_rule: str = "linear"  # grows over the blocks; is the same in all; grows over them and over the training
     loss: str = "cross_entropy"
     distillation: str = "none"
     teacher: str | None = None  # None: the model as it was before conversion
     distillation_weight: float = 0.5  # share of the loss
     temperature: float = 1.0
     mesa: float = 0  # weight of the loss against the moving average of the weights
-    mesa_start: float = 0.25  # share of the training before it
+    mesa_start: float = 0.25  # share of the training after the warm-up before it
 
     # Castling's softmax branch: annealed over the last part of the training unless it has emptied by itself.
     sparse_anneal: float = 0.2
@@ -134,33 +155,24 @@ class Config:
         for name, known in CHOICES.items():
             check(name.replace("_", " "), getattr(self, name), known)
         check_pattern("muon", self.muon)
-        positive = ("lr", "muon_lr", "added_lr", "epochs", "batch_size", "accumulate", "eval_epochs", "log_steps")
-        for name in (*positive, "temperature"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise LinvitError(f"{name}={getattr(self, name)}: it must be above 0")
-        for name in (
-            "warmup_epochs",
-            "cooldown_epochs",
-            "weight_decay",
-            "min_lr",
-            "warmup_lr",
-            "mesa",
-            "bn_images",
-        ):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise LinvitError(f"{name}={getattr(self, name)}: it must not be negative")
-        shares = ("flip", "erasing", "mixup_prob", "mixup_switch", "label_smoothing", "distillation_weight")
-        for name in (*shares, "drop_path", "mesa_start", "sparse_anneal", "sparse_empty"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise LinvitError(f"{name}={getattr(self, name)}: it must lie between 0 and 1")
+        check_numbers(self, POSITIVE, "above 0", lambda value: 0 < value < math.inf)
+        check_numbers(self, NOT_NEGATIVE, "0 or more", lambda value: 0 <= value < math.inf)
+        check_numbers(self, SHARES, "between 0 and 1", lambda value: 0 <= value <= 1)
+        check_numbers(self, ("betas", "momentum"), "0 or more and below 1", lambda value: 0 <= value < 1)
+        check_numbers(self, ("seed",), "0 or more and below 2³¹", lambda value: 0 <= value < 2**31)
+        check_numbers(self, ("crop_scale",), "above 0 and at most 1", lambda value: 0 < value <= 1)
+        if self.crop_scale[0] > self.crop_scale[1]:
+            raise LinvitError(f"crop_scale={self.crop_scale[0]},{self.crop_scale[1]}: the smaller share comes first")
         if self.ema is not None and not 0 <= self.ema < 1:
             raise LinvitError(f"ema={self.ema}: the decay must lie between 0 and 1")
         if self.mesa and self.ema is None:
             raise LinvitError("mesa learns from the moving average of the weights: set ema as well")
-        if self.clip_norm is not None and self.clip_agc is not None:
-            raise LinvitError("clip by clip_norm or by clip_agc, not both")
+        if sum(bool(given) for given in (self.clip_norm, self.clip_value, self.clip_agc)) > 1:
+            raise LinvitError("clip by one of clip_norm, clip_value and clip_agc, not by several")
         if self.batch_size % self.accumulate:
             raise LinvitError(f"batch_size={self.batch_size} is not a multiple of accumulate={self.accumulate}")
+        if self.stages and self.cooldown_epochs:
+            raise LinvitError("cooldown_epochs is for a training in one stage: leave it out")
         if len({stage.name for stage in self.stages}) < len(self.stages):
             raise LinvitError("two stages have one name")
 
@@ -201,6 +213,16 @@ def check(what: str, value: str, known: tuple[str, ...]) -> None:
         raise unknown(what, value, known)
 
 
+def check_numbers(owner: Any, names: Iterable[str], wanted: str, good: Callable[[float], bool]) -> None:
+    """Whether these fields are numbers of this kind, where they are set."""
+    for name in names:
+        value = getattr(owner, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and not good(number):
+                where = f"stages.{owner.name}." if isinstance(owner, Stage) else ""
+                raise LinvitError(f"{where}{name}={number}: it must be {wanted}")
+
+
 def check_pattern(what: str, value: str) -> None:
     try:
         re.compile(value)
@@ -221,6 +243,8 @@ def override(config: Config, settings: Iterable[str]) -> Config:
             raise LinvitError(f"--set takes field=value, got '{setting}'")
         if name.startswith("stages."):
             _, stage, field = (*name.split(".", 2), "")[:3]
+            if not stages:
+                raise LinvitError(f"recipe {config.recipe} has no stages: leave out {name}, or set what it has")
             if stage not in stages:
                 raise unknown(f"stage of recipe {config.recipe}", stage, stages)
             value = read(Stage, field, text)

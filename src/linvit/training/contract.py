@@ -18,8 +18,9 @@ class BatchSource(Protocol):
     images: int
     """Images per epoch over all processes."""
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and targets on the training device; `skip` leaves out the first batches cheaply."""
+    def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and targets on the training device; `skip` leaves out the first batches cheaply, and not `mixed`
+        leaves out mixup and cutmix."""
         ...
 
 

@@ -19,10 +19,16 @@ def find_bad_layer(model: nn.Module, objective: Objective, images: Tensor, targe
     """The first place, in words, where this batch meets something that is not finite; None where there is none."""
     if not finite(images) or not finite(targets):
         return "the batch itself"
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in model.named_parameters():
         if not finite(tensor):
             return f"the weights, beginning with {name}"
     found: list[str] = []
+    for module in model.modules():  # a bad batch has spoilt its statistics, which training does not read
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not all(map(finite, module.buffers())):
+            module.reset_running_stats()
+    for name, buffer in model.named_buffers():
+        if not finite(buffer):
+            return f"the weights, beginning with {name}"
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, args: Any, out: Any) -> None:

@@ -2,22 +2,79 @@
 
 from __future__ import annotations
 
+import torch
 from timm.layers import DropPath
-from torch import nn
+from timm.models.efficientvit_mit import ResidualBlock
+from torch import Tensor, nn
 
 
-def set_drop_path(model: nn.Module, rate: float, skip: int = 0) -> bool:
-    """Drop residual branches at a rate that grows evenly from 0 in the first block to `rate` in the last; the first
-    `skip` blocks drop nothing. False where the model has no place for it."""
+def set_drop_path(model: nn.Module, rate: float, skip: int = 0, rule: str = "linear") -> bool:
+    """Drop residual branches, except in the first `skip` blocks. By the rule the rate grows evenly from 0 in the first
+    block to `rate` in the last (linear), is the same in all (constant), or grows evenly from the first block that is
+    not skipped on, and with the training (ramped). False where the model has no place for it."""
+    give_places(model)
     owners = [(owner, names) for owner in model.modules() if (names := places(owner))]
     for index, (owner, names) in enumerate(owners):
-        own = rate * index / max(1, len(owners) - 1) if index >= skip else 0.0
+        own = rate
+        if rule == "linear":
+            own = rate * index / max(1, len(owners) - 1)
+        elif rule == "ramped":
+            own = rate * (index + 1 - skip) / max(1, len(owners) - skip)
         for name in names:
-            setattr(owner, name, DropPath(own) if own else nn.Identity())
+            made = RampedDropPath(own) if rule == "ramped" else DropPath(own)
+            setattr(owner, name, made if own and index >= skip else nn.Identity())
     return bool(owners)
 
 
 def places(owner: nn.Module) -> list[str]:
     """The names under which timm's blocks hold their drop path."""
-    children = owner.named_children()
-    return [n for n, child in children if n.startswith("drop_path") and isinstance(child, nn.Identity | DropPath)]
+    found = nn.Identity | DropPath | RampedDropPath
+    return [n for n, child in owner.named_children() if n.startswith("drop_path") and isinstance(child, found)]
+
+
+def give_places(model: nn.Module) -> None:
+    """timm's EfficientViT has no drop path. Its residual blocks get a place for one; their weights keep their names."""
+    for module in model.modules():
+        if type(module) is ResidualBlock and isinstance(module.shortcut, nn.Identity):
+            module.__class__ = DroppedResidual
+            module.drop_path = nn.Identity()
+
+
+class DroppedResidual(ResidualBlock):
+    """EfficientViT's residual block with a branch that can be dropped."""
+
+    main: nn.Module
+    shortcut: nn.Module
+    drop_path: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop_path(self.main(self.pre_norm(x))) + self.shortcut(x)
+
+
+class RampedDropPath(nn.Module):
+    """Drop path whose rate grows with the training: `progress` goes from 0 to 1. It is a tensor, so that a recorded or
+    compiled step sees it change."""
+
+    progress: Tensor
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.register_buffer("progress", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        keep = (1 - self.rate * self.progress).clamp(min=1e-6)
+        drawn = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) < keep
+        return x * (drawn / keep).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}"
+
+
+def set_progress(paths: list[Tensor], progress: float) -> None:
+    """Tell the ramped ones how much of the training is over."""
+    if paths:
+        torch._foreach_zero_(paths)
+        torch._foreach_add_(paths, min(1.0, max(0.0, progress)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from linvit.conversion.rebuilding import layers_of
 from linvit.errors import LinvitError
 from linvit.training.average import Average, measure_batch_norm
 from linvit.training.capture import Capture, captures
@@ -26,11 +28,12 @@ from linvit.training.checkpoints import fingerprint
 from linvit.training.config import Config, Stage
 from linvit.training.contract import BatchSource, Objective
 from linvit.training.diagnosis import Diverged, find_bad_layer
+from linvit.training.drop_path import RampedDropPath, set_progress
 from linvit.training.keeping import Keeper, Restored
 from linvit.training.logs import Log, cut_log
 from linvit.training.masks import Masks
 from linvit.training.mesa import Mesa
-from linvit.training.optimiser import classifier_name, clip, make_optimiser, select_trainable
+from linvit.training.optimiser import clip, make_optimiser, select_trainable
 from linvit.training.phases import Phase, Step
 from linvit.training.processes import average_gradients, share_from_first
 from linvit.training.repeating import repeatable, strictly, undetermined, without_cudnn_attention
@@ -86,14 +89,18 @@ class Engine:
         self.steps, self.step = self.ends[-1], 0
         self.average = Average(self.model, config.ema, config.ema_ramp) if config.ema is not None else None
         self.masks = Masks(self.model, anneal=config.sparse_anneal, empty=config.sparse_empty, steps=self.steps)
+        self.paths = [module.progress for module in self.model.modules() if isinstance(module, RampedDropPath)]
         self.window = Window(accelerator)
         settings = {key: value for key, value in config.to_dict().items() if key not in FREE}
-        own = fingerprint({"config": settings, **(identity or {})}, self.model.state_dict())
+        own = {"config": settings, "layers": layers_of(self.model), **(identity or {})}
         seconds = config.checkpoint_seconds
-        self.keeper = Keeper(accelerator, folder, own, self.model, self.average, self.masks, seconds, models)
+        mark = fingerprint(own, self.model.state_dict())
+        self.keeper = Keeper(accelerator, folder, mark, self.model, self.average, self.masks, seconds, models)
         self.speeds: list[float] = []
         self.before = ""  # in words, how the last window that was logged went
         self.strict = config.deterministic
+        if accelerator.gradient_accumulation_steps != config.accumulate:
+            raise LinvitError(f"make the accelerator with gradient_accumulation_steps={config.accumulate}")
 
     @property
     def begun(self) -> bool:
@@ -115,11 +122,12 @@ class Engine:
             cut_log(self.folder, self.step if restored is not None else -1)
         self.log = Log(self.folder, self.watch)
         began = time.perf_counter()
+        learning = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
         metrics: dict[str, float] = {}
         try:
             for note in notes:
                 self.log.add("note", self.step, {"text": note})
-            self.stream = self.batches()
+            self.stream = self.batches(self.step)
             with without_cudnn_attention(), repeatable(self.config.deterministic):
                 if restored is None:
                     self.measure()  # what conversion left, before anything is learnt
@@ -132,6 +140,10 @@ class Engine:
                 self.keeper.finish()
         finally:
             self.log.close()
+            for phase in self.phases:  # a step that failed leaves its objective listening
+                getattr(phase.objective, "rest", lambda: None)()
+            for parameter, learnt in learning.items():
+                parameter.requires_grad_(learnt)
         best = self.keeper.best[1] if self.keeper.best is not None else {}
         speed = round(median(self.speeds[1:] or self.speeds), 1) if self.speeds else None
         shown = {**best.get("metrics", {}), "step": best["step"]} if best else {}
@@ -143,6 +155,7 @@ class Engine:
         start = max([0, *(other for other in self.ends if other < end)])
         self.trainable = select_trainable(self.model, stage.trainable)
         optimiser = make_optimiser(config, self.model, self.trainable)
+        self.accelerator._optimizers.clear()  # a finished stage's would stay, with all its moments
         self.optimiser = self.accelerator.prepare_optimizer(optimiser, device_placement=False)
         self.window.begin()
         if phase.prepare is not None and self.step == start:
@@ -170,8 +183,10 @@ class Engine:
         self.window.stop_clock()
         self.window.begin()
         while self.step < end:
+            progress = (self.step - start - schedule.warmup) / max(1, end - start - schedule.warmup)
+            set_progress(self.paths, progress)
             if mesa is not None:
-                mesa.active = self.step - start >= config.mesa_start * (end - start)
+                mesa.active = progress >= config.mesa_start
             lr = schedule(self.step - start)
             self.take_step(compute, lr)
             if self.average is not None:
@@ -230,7 +245,7 @@ class Engine:
         if scaler is None:  # with a scaler, an infinite gradient is an everyday thing: that step is left out
             wrong = wrong + ~torch.isfinite(norm)
         self.window.close_step(norm, wrong)
-        clip(self.config, self.trainable, norm, classifier_name(self.model))
+        clip(self.config, self.trainable, norm)
         if scaler is not None:
             self.optimiser.step()
         else:  # the device itself leaves out steps after a bad loss, so that good weights stay good
@@ -244,6 +259,8 @@ class Engine:
         try:
             with self.accelerator.autocast():
                 entries = compute(images, targets)
+            if not entries["loss"].requires_grad:
+                raise LinvitError("nothing that this stage trains takes part in its loss: see its trainable")
             with strictly(self.strict):
                 self.accelerator.backward(entries["loss"])
         except RuntimeError as error:
@@ -257,9 +274,9 @@ class Engine:
             return self.differentiate(compute, images, targets)
         return entries
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of all epochs in a row, from where the run stands."""
-        epoch, skip = divmod(self.step * self.config.accumulate, self.source.batches)
+    def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of all epochs in a row, from a step on."""
+        epoch, skip = divmod(step * self.config.accumulate, self.source.batches)
         while True:
             yield from self.source.epoch(epoch, skip)
             epoch, skip = epoch + 1, 0
@@ -291,9 +308,9 @@ class Engine:
         shown = self.keeper.shown
         if self.config.bn_images:
             count = -(-self.config.bn_images * self.config.accumulate // self.config.batch_size)
-            batches = (images for (images, _), _ in zip(self.source.epoch(0), range(count), strict=False))
+            batches = (images for (images, _), _ in zip(self.source.epoch(0, mixed=False), range(count), strict=False))
             with self.accelerator.autocast():
-                measure_batch_norm(shown, batches)
+                measure_batch_norm(shown, batches, partial(self.accelerator.reduce, reduction="mean"))
         share_from_first(self.accelerator, shown.buffers())
         shown.eval()
         with torch.no_grad(), self.accelerator.autocast():
@@ -312,8 +329,7 @@ class Engine:
         """Run the batch of the bad step again to find the layer, and say what is left."""
         self.seed_step(step)
         where, parts = None, range(self.config.accumulate)
-        stream = self.source.epoch(*divmod(step * self.config.accumulate, self.source.batches))
-        for (images, targets), _ in zip(stream, parts, strict=False):
+        for (images, targets), _ in zip(self.batches(step), parts, strict=False):
             with self.accelerator.autocast():
                 where = where or find_bad_layer(self.model, self.objective, resized(images, self.config, step), targets)
         where = next((place for place in gather_object([where]) if place), None)  # it may be another process's batch

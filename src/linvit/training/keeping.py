@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from linvit.conversion.rebuilding import layers_of, origin
 from linvit.conversion.saving import save
+from linvit.errors import LinvitError
 from linvit.training.average import Average
 from linvit.training.checkpoints import Checkpoints, pack_optimiser, unpack_optimiser
 from linvit.training.masks import Masks
@@ -87,9 +88,10 @@ class Keeper:
         if self.accelerator.scaler is not None and state["scaler"]:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         if state["best"] is not None:
-            self.best = self.checkpoints.best()
-            if self.best is not None:
-                self.best = (self.best[0], state["best"])
+            try:
+                self.best = (self.checkpoints.best()[0], state["best"])
+            except LinvitError as mistake:
+                warn(f"the best weights are lost, and the best is looked for again from here: {mistake}")
         if state["processes"] != self.accelerator.num_processes:
             warn(f"begun with {state['processes']} processes, not {self.accelerator.num_processes}: weights may differ")
         return state["step"], found
@@ -97,6 +99,12 @@ class Keeper:
     def restore_optimiser(self, optimiser: torch.optim.Optimizer, found: Restored) -> None:
         tensors, state = found
         packed = unpack_optimiser(tensors, state["optimiser"])
+        moved = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+        for index, values in packed.items():
+            like = moved[index]
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.shape == like.shape:  # fused steps walk both as they lie
+                    values[key] = torch.empty_like(like, dtype=value.dtype).copy_(value)
         optimiser.load_state_dict({"state": packed, "param_groups": optimiser.state_dict()["param_groups"]})
 
     def offer(self, step: int, score: float, metrics: Mapping[str, float]) -> None:

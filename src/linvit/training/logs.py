@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,8 +29,11 @@ class Log:
     def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         record = {"kind": kind, "step": step, **values}
         if self.file is not None:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps(written(record)) + "\n")
+                self.file.flush()
+            except OSError as error:
+                raise LinvitError(f"cannot write {self.file.name}: {error.strerror}") from None
         if self.board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
@@ -41,6 +45,15 @@ class Log:
         for writer in (self.file, self.board):
             if writer is not None:
                 writer.close()
+
+
+def written(value: Any) -> Any:
+    """As JSON has it: what is no number, a gradient's norm in half precision say, is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: written(item) for key, item in value.items()}
+    return [written(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tensorboard(folder: Path) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.training.contract import Objective
+from linvit.training.losses import logits_of
 
 
 class Mesa:
@@ -23,6 +24,7 @@ class Mesa:
 
     def see(self, model: nn.Module, args: Any, out: Any) -> None:
         """Keep the model's output, so that it need not run twice."""
+        out = getattr(out, "logits", out)
         self.output = out[0] if isinstance(out, tuple | list) else out
 
     def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -30,6 +32,6 @@ class Mesa:
         if not self.active or self.output is None:
             return {**entries, "mesa": entries["loss"].detach() * 0}
         with torch.no_grad():
-            wanted = self.average(images).sigmoid()
+            wanted = logits_of(self.average(images)).sigmoid()
         mesa = F.binary_cross_entropy_with_logits(self.output, wanted)
         return {**entries, "loss": entries["loss"] + self.ratio * mesa, "mesa": mesa.detach()}

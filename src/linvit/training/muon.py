@@ -85,6 +85,8 @@ class Muon(torch.optim.AdamW):
         for parameter, parts in zip(group["params"], group["parts"], strict=True):
             if parameter.grad is not None:
                 shapes.setdefault((parts, *parameter.shape), []).append(parameter)
+        if not shapes:
+            return
         found = getattr(self, "found_inf", None)
         rate = group["lr"]
         if not isinstance(rate, Tensor):  # the same arithmetic, to the bit, as with a rate that lies on the device

@@ -25,7 +25,9 @@ def make_phases(
     """Every stage with its objective. The teacher computes in the student's precision."""
     if config.needs_teacher and teacher is None:
         raise LinvitError(f"recipe {config.recipe} learns from a teacher: give one, or set distillation=none")
-    asked = Teacher(teacher, precision=LOWERED.get(config.precision)) if teacher is not None else None
+    if teacher is student:
+        raise LinvitError("the teacher is the student itself: give a copy of it, made before the training")
+    asked = Teacher(teacher, student=student, precision=LOWERED.get(config.precision)) if teacher else None
     phases = []
     for stage in config.plan_of_stages():
         fitting = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,10 @@ from linvit.conversion.host import Host
 from linvit.errors import LinvitError
 from linvit.training.config import Config
 from linvit.training.muon import Muon, matrices_in
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+TABLES = ("cls_token", "distillation_token", "mask_token", "position_embeddings")  # where a model does not say it
+SHORTCUT = "shortcut.norm.weight"  # QT-ViT calls this norm bn and excludes by name, so that it decays
 
 
 def select_trainable(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
@@ -39,26 +43,29 @@ def named_by(model: nn.Module, which: str) -> set[int]:
     return {id(parameter) for name, parameter in model.named_parameters() if pattern.search(name)}
 
 
-def decays(name: str, parameter: Tensor, rule: str, own: Iterable[str]) -> bool:
-    """Whether a parameter has weight decay. `own` are names that the model itself excludes."""
+def decays(name: str, parameter: Tensor, rule: str, own: Iterable[str], norms: Container[int] = ()) -> bool:
+    """Whether a parameter has weight decay. `own` are names that the model itself excludes, `norms` the ids of what
+    belongs to its norms."""
     if rule == "nothing":
         return True
     if rule == "norm_and_bias":
-        return "norm" not in name and "bias" not in name
-    return parameter.ndim > 1 and not any(name == item or name.endswith("." + item) for item in own)
+        return name.endswith(SHORTCUT) or not ("norm" in name or "bias" in name or id(parameter) in norms)
+    bias = name.rpartition(".")[2].startswith("bias")
+    return parameter.ndim > 1 and not bias and not any(name == item or name.endswith("." + item) for item in own)
 
 
 def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was no number. A
     group learns at `times` the rate."""
-    own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
-    head = classifier_name(model)
+    own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else TABLES  # type: ignore[operator]
+    norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
+    heads = classifier_names(model)
     matrices = named_by(model, config.muon) if config.optimiser == "muon" else set()
     added = named_by(model, "mechanism")
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in trainable.items():
-        decay = config.weight_decay if decays(name, parameter, config.no_decay, own) else 0.0
-        inner = id(parameter) in matrices and parameter.ndim == 2 and not (head and name.startswith(head + "."))
+        decay = config.weight_decay if decays(name, parameter, config.no_decay, own, norms) else 0.0
+        inner = id(parameter) in matrices and parameter.ndim == 2 and not name.startswith(heads)
         times = config.muon_lr if inner else config.added_lr if id(parameter) in added else 1.0
         group = groups.setdefault((decay, times, inner), {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(parameter)
@@ -72,17 +79,19 @@ def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Par
     return kind(given, lr=config.lr, betas=config.betas, eps=config.eps, fused=True, capturable=on_device)
 
 
-def clip(config: Config, trainable: dict[str, nn.Parameter], norm: Tensor, head: str | None) -> None:
-    """Shorten gradients in place: their common norm to `clip_norm`, or each unit's by its weights' (AGC), where the
-    classifier is left out as in timm."""
-    if config.clip_norm is not None:
+def clip(config: Config, trainable: dict[str, nn.Parameter], norm: Tensor) -> None:
+    """Shorten gradients in place: their common norm to `clip_norm`, each number to `clip_value`, or each unit's by its
+    weights' (AGC), the classifier's too, as LeViT and EfficientFormer train."""
+    if config.clip_norm:
         torch.nn.utils.clip_grads_with_norm_(trainable.values(), config.clip_norm, norm)
-    elif config.clip_agc is not None:
-        below = [p for name, p in trainable.items() if not (head and name.startswith(head + "."))]
-        adaptive_clip_grad(below, config.clip_agc)
+    elif config.clip_value:
+        torch.nn.utils.clip_grad_value_(trainable.values(), config.clip_value)
+    elif config.clip_agc:
+        adaptive_clip_grad(trainable.values(), config.clip_agc)
 
 
-def classifier_name(model: nn.Module) -> str | None:
-    """Where timm says the classifier is."""
-    found = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
-    return found if isinstance(found, str) else None
+def classifier_names(model: nn.Module) -> tuple[str, ...]:
+    """How the names of the classifier's parameters begin, as timm says; distilled models have two classifiers. Hugging
+    Face calls it classifier."""
+    found = (getattr(model, "pretrained_cfg", None) or {"classifier": "classifier"}).get("classifier") or ()
+    return tuple(f"{name}." for name in ((found,) if isinstance(found, str) else found))

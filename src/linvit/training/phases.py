@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from linvit.conversion.host import Host
+from linvit.errors import LinvitError
 from linvit.training.blocks import Blocks, parts_of
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Objective
+from linvit.training.optimiser import named_by
 
 Step = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
@@ -42,6 +45,19 @@ class Phase:
         if objective is self.objective:
             self.compiled = step
         return step
+
+
+def check_trainable(model: nn.Module, stages: Iterable[Stage]) -> None:
+    """Whether each stage has something to learn: better known now than when it begins."""
+    for stage in stages:
+        if named_by(model, stage.trainable):
+            continue
+        if stage.trainable in ("attention", "mechanism") and not any(isinstance(m, Host) for m in model.modules()):
+            raise LinvitError(f"stage {stage.name} trains converted layers, and the model has none: give --plan")
+        raise LinvitError(
+            f"stage {stage.name}: no parameter of the model is '{stage.trainable}', so nothing would learn: "
+            f"set stages.{stage.name}.trainable to what there is, or to all"
+        )
 
 
 def bind(objective: Objective, model: nn.Module) -> Step:

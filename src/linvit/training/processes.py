@@ -28,9 +28,10 @@ def make_accelerator(config: Config, device: str = "auto") -> Accelerator:
         raise LinvitError("precision=fp16 needs a GPU: set precision=bf16 or fp32")
     if config.deterministic:
         prepare()
+    without = device == "auto" and not torch.accelerator.is_available()
     AcceleratorState._reset_state()  # else a second run in this process could not have another precision
     accelerator = Accelerator(
-        cpu=device == "cpu",
+        cpu=device == "cpu" or without,  # said, for else processes that torchrun started would not find each other
         mixed_precision="no" if config.precision == "fp32" else config.precision,
         gradient_accumulation_steps=config.accumulate,
     )

@@ -28,7 +28,8 @@ QT = {
 def deit(model: str = "") -> Config:
     """DeiT without distillation, as its released code trains: the ground several of the papers stand on.
 
-    Its repeated augmentation is left out.
+    There the average of the weights is kept beside the weights, which are what is evaluated; here it is what is
+    evaluated and saved, so its decay has a ramp that lets it follow short trainings.
     """
     return Config(
         recipe="deit",
@@ -47,6 +48,7 @@ def deit(model: str = "") -> Config:
         erasing=0.25,
         randaugment=RANDAUGMENT,
         colour_jitter=0.4,
+        repeats=3,
         ema=0.99996,
     )
 
@@ -74,6 +76,7 @@ def mixa(model: str = "") -> Config:
         cutmix=0.0 if small else 1.0,
         label_smoothing=0.0 if small else 0.1,
         colour_jitter=0.0,
+        repeats=1,
         ema=None,
         distillation="soft",
         temperature=2.0,
@@ -85,10 +88,12 @@ def castling(model: str = "") -> Config:
     """Castling-ViT. No schedule is released, so these are the recipes of the models it converts.
 
     LeViT's, from its code: 1000 epochs, 256 images a GPU (8 GPUs are inferred), lr 5e-4 for 512 images, weight decay
-    0.025, AGC 0.01, hard distillation from RegNetY-16GF. MViTv2's, from its configs: 300 epochs, lr 2.5e-4 a shard (256
-    images, inferred), weight decay 0.05, clip 1.0, drop path 0.1, for B 0.3. Others get DeiT's with hard distillation:
-    the baselines in the paper's figure are the distilled DeiTs. That Castling used these recipes is inferred, and so is
-    the annealing of its softmax branch, which the paper reports to empty by itself.
+    0.025, AGC 0.01, hard distillation from RegNetY-16GF, the same drop path in all blocks. MViTv2's, from its configs:
+    300 epochs, 70 of warm-up before the cosine, lr 2.5e-4 for the 256 images of a shard, weight decay 0.05, clip 1.0,
+    six operations of RandAugment, drop path 0.1, for B 0.3. Others get DeiT's with hard distillation: the baselines in
+    the paper's figure are the distilled DeiTs. Where a model has a head for the teacher, as LeViT and the distilled
+    DeiTs do, that head learns from it and the other from the labels. That Castling used these recipes is inferred, and
+    so is the annealing of its softmax branch, which the paper reports to empty by itself.
     """
     name = model.lower()
     base = replace(deit(), recipe="castling")
@@ -98,11 +103,19 @@ def castling(model: str = "") -> Config:
             lr=2.5e-4,
             lr_batch=256,
             batch_size=256,
+            warmup_epochs=70,
+            warmup_lr=1e-8,
+            warmup_prefix=True,
+            min_lr=1e-6,
             clip_norm=1.0,
+            randaugment="rand-m9-n6-mstd0.5-inc1",
+            repeats=1,
+            test_crop=0.875,
             drop_path=0.3 if "base" in name else 0.1,
             ema=None,
         )
-    hard = replace(base, distillation="hard", teacher=REGNET, distillation_weight=0.5)
+    kind = "token" if "levit" in name or "distilled" in name else "hard"
+    hard = replace(base, distillation=kind, teacher=REGNET, distillation_weight=0.5)
     if "levit" in name or not name:
         return replace(
             hard,
@@ -111,6 +124,7 @@ def castling(model: str = "") -> Config:
             weight_decay=0.025,
             clip_agc=0.01,
             drop_path=0.1 if "384" in name else 0.0,
+            drop_path_rule="constant",
         )
     return hard
 
@@ -119,9 +133,11 @@ def qtvit(model: str = "") -> Config:
     """QT-ViT, from its released configs, which are EfficientViT's; QT-ViT-1 unless the model says otherwise.
 
     Published: 300 epochs after 20 of warm-up from 0, cosine, AdamW, weight decay 0.1 except where the name has norm or
-    bias, clip 2.0, lr 2.5e-4 (B) or 1.5e-4 (L) a GPU of 128 images on 8 GPUs, sizes 128 to 224 by turns, BCE, smoothing
-    0.1, BatchNorm measured again on 16,000 images, EMA 0.9998 with its ramp, MESA for L from a quarter of the training
-    on. The paper used other EMA decays, which it does not give. Inferred: the crop's scale, and a final lr of 0.
+    bias, gradients clipped at 2.0 number by number, lr 2.5e-4 (B) or 1.5e-4 (L) a GPU of 128 images on 8 GPUs, sizes
+    128 to 224 by turns, any interpolation, RandAugment of varying strength, BCE, smoothing 0.1, drop path that grows
+    over the blocks and the training, BatchNorm measured again on 16,000 images, EMA 0.9998 with its ramp, MESA for L
+    from a quarter of the 300 epochs on. The paper used other EMA decays, which it does not give. Inferred: the crop's
+    scale, and a final lr of 0. Different from it: cutmix has one box for all images of a step, there each has its own.
     """
     name = model.lower()
     order = list(QT)
@@ -139,12 +155,13 @@ def qtvit(model: str = "") -> Config:
         min_lr=0.0,
         weight_decay=0.1,
         no_decay="norm_and_bias",
-        clip_norm=2.0,
+        clip_value=2.0,
         ema=0.9998,
         ema_ramp=4000,
         random_sizes=(128, 160, 192, 224),
         test_crop=crop,
-        randaugment=f"rand-m{magnitude}-n{number}",
+        train_interpolation="random",
+        randaugment=f"rand-n{number}-m{magnitude}-mstd1.0-inc1",
         erasing=erasing,
         mixup=mix,
         cutmix=mix,
@@ -152,6 +169,7 @@ def qtvit(model: str = "") -> Config:
         loss="bce",
         drop_path=drop_path,
         drop_path_skip=skip,
+        drop_path_rule="ramped",
         mesa=mesa,
         mesa_start=0.25,
         bn_images=16_000,
@@ -159,17 +177,32 @@ def qtvit(model: str = "") -> Config:
 
 
 def mobile(model: str = "") -> Config:
-    """Mobile-Attention, whose code says only "see Flowformer": this is Flowformer's for images.
+    """Mobile-Attention, whose code says only "see Flowformer": Flowformer's for images, or by the model its baseline's.
 
-    Published there: AdamW, lr 5e-4 for 512 images, weight decay 0.05, clip 1.0, 300 epochs, 5 of warm-up, RandAugment
-    m9, mixup 0.8, cutmix 1.0, smoothing 0.1, no erasing, drop path 0.2, 6 GPUs of 128 images. DeiT, PVTv2 and
-    EfficientFormerV2 keep their own drop path (inferred). Warm-up and final lr are DeiT's (inferred).
+    Flowformer's, published: AdamW, lr 5e-4 for 512 images, weight decay 0.05, clip 1.0, 300 epochs, 5 of warm-up from
+    1e-6, final lr 1e-5, RandAugment m9, mixup 0.8, cutmix 1.0, smoothing 0.1, no erasing, drop path 0.2, 6 GPUs of 128
+    images. DeiT's models have DeiT's recipe and PVTv2's too, with a drop path of 0.1, for b3 0.3. EfficientFormerV2's
+    has lr 1e-3 for 1024 images, weight decay 0.025, AGC 0.01, drop path 0, 0.02 and 0.1, and its second head learns
+    from RegNetY-16GF. That each keeps its baseline's is inferred, and so are the images of the last lr.
     """
     name = model.lower()
-    rates = {"deit": 0.1, "pvt_v2_b3": 0.3, "pvt": 0.1, "efficientformerv2_s0": 0.0}
-    rates |= {"efficientformerv2_s2": 0.02, "efficientformerv2": 0.1}
-    rate = next((rate for key, rate in rates.items() if key in name), 0.2)
-    return replace(deit(), recipe="mobile", batch_size=768, clip_norm=1.0, erasing=0.0, ema=None, drop_path=rate)
+    base = replace(deit(), recipe="mobile", ema=None)
+    if "efficientformerv2" in name:
+        rates = {"_s0": 0.0, "_s1": 0.0, "_s2": 0.02}
+        return replace(
+            base,
+            lr=1e-3,
+            lr_batch=1024,
+            weight_decay=0.025,
+            clip_agc=0.01,
+            drop_path=next((rate for key, rate in rates.items() if key in name), 0.1),
+            distillation="token",
+            teacher=REGNET,
+            distillation_weight=0.5,
+        )
+    if "deit" in name or "pvt" in name:
+        return replace(base, drop_path=0.3 if "pvt_v2_b3" in name else 0.1)
+    return replace(base, batch_size=768, clip_norm=1.0, erasing=0.0, repeats=1, drop_path=0.2)
 
 
 def fair(model: str = "") -> Config:
@@ -177,7 +210,8 @@ def fair(model: str = "") -> Config:
 
     Published: AdamW, lr 5e-4 as it is, weight decay 0.05, clip 5.0, cosine to 5e-6, warm-up of 20 epochs from 5e-7, 300
     epochs and 10 at the end, drop path 0.2, mixup 0.8, cutmix 1.0, smoothing 0.1, erasing 0.25, colour jitter 0.4, seed
-    42, no EMA, 128 images a GPU. The number of GPUs is not given: 4 is inferred, where this lr is Swin's own.
+    42, no EMA, any interpolation, 128 images a GPU. The number of GPUs is not given: 4 is inferred, where this lr is
+    Swin's own.
     """
     return Config(
         recipe="fair",
@@ -192,6 +226,7 @@ def fair(model: str = "") -> Config:
         weight_decay=0.05,
         clip_norm=5.0,
         drop_path=0.2,
+        train_interpolation="random",
         randaugment=RANDAUGMENT,
         colour_jitter=0.4,
         mixup=0.8,
@@ -227,6 +262,15 @@ def distil(model: str = "") -> Config:
     )
 
 
+def finetune(model: str = "") -> Config:
+    """A pretrained model learns other classes, before it is converted: its head is new, so it cannot be a teacher yet.
+
+    As short as `distil` and with its augmentation, at a fifth of its rate. The values are this project's own choice,
+    and not measured on pretrained weights.
+    """
+    return replace(distil(), recipe="finetune", lr=1e-4, distillation="none", label_smoothing=0.1)
+
+
 def fast(model: str = "") -> Config:
     """Ours: a converted model gets its accuracy back in minutes, in three stages.
 
@@ -245,7 +289,7 @@ def fast(model: str = "") -> Config:
 
 
 RECIPES: dict[str, Callable[[str], Config]] = {
-    recipe.__name__: recipe for recipe in (mixa, castling, qtvit, mobile, fair, deit, distil, fast)
+    recipe.__name__: recipe for recipe in (mixa, castling, qtvit, mobile, fair, deit, finetune, distil, fast)
 }
 
 

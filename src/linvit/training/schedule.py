@@ -25,7 +25,7 @@ class Schedule:
         if step < self.warmup:
             return self.start + (self.peak - self.start) * step / self.warmup
         if not self.cosine:
-            return self.peak
+            return self.peak if step < self.steps else self.lowest
         done, whole = (step - self.warmup, self.steps - self.warmup) if self.prefix else (step, self.steps)
         if done >= whole:
             return self.lowest
@@ -34,9 +34,10 @@ class Schedule:
 
 def stage_schedule(config: Config, stage: Stage, steps: int, epoch_steps: float) -> Schedule:
     """The schedule of a stage of so many steps. The cool-down belongs to a training of one stage; of several, each has
-    its warm-up, of a fifth of its steps at most."""
+    its warm-up, of a fifth of its steps at most. A training that was cut down to few epochs warms up for half of them
+    at most."""
     rest = 0 if config.stages else round(config.cooldown_epochs * epoch_steps)
-    longest = steps // 5 if len(config.stages) > 1 else steps - rest
+    longest = steps // 5 if len(config.stages) > 1 else (steps - rest) // 2
     return Schedule(
         peak=config.scaled(config.lr if stage.lr is None else stage.lr),
         steps=steps - rest,

@@ -14,6 +14,7 @@ from PIL import Image
 from linvit.comparison.identity import split_digest
 from linvit.errors import LinvitError
 from linvit.tasks.classify import Images, Preprocessing, Stream, check_outputs, open_data, open_images
+from linvit.tasks.classify.data import open_split
 from linvit.tasks.classify.preprocessing import Augmentation, seed_of, seeded
 from linvit.tasks.classify.resident import fingerprint
 from linvit.training.recipes import recipe
@@ -118,6 +119,37 @@ def test_of_a_set_without_splits_some_is_held_out(tmp_path: Path) -> None:
         assert len(known | {split_digest(train), split_digest(validation)}) == 4
     with pytest.raises(LinvitError, match="too few images to hold some out"):
         open_data(make_archive(folder / "c", tmp_path / "one.tar"), unlabelled=True)
+
+
+def test_one_split_is_as_training_takes_it(tmp_path: Path) -> None:
+    flat = tmp_path / "photos"
+    for name, count in {"a": 25, "b": 4}.items():
+        (flat / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8), (i, ord(name), 0)).save(flat / name / f"{i}.png")
+    split = make_folder(tmp_path / "set")
+    for data in (flat, make_archive(flat, tmp_path / "photos.tar"), split, "digits"):
+        for name, wanted in zip(("train", "validation"), open_data(data), strict=True):
+            found = open_split(data, name)
+            assert split_digest(found) == split_digest(wanted) and found.note == wanted.note
+    assert len(open_split(flat, "all")) == 29
+    with pytest.raises(LinvitError, match="unknown split 'vlidation'; did you mean validation"):
+        open_split(flat, "vlidation")
+
+
+@pytest.mark.parametrize("prefix", ["set", "."])
+def test_loose_images_beside_class_folders_are_named(prefix: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "pets")
+    photographs()[0].save(folder / "cover.png")  # beside the splits, it belongs to none
+    assert len(open_images(folder)) == len(open_images(make_archive(folder, tmp_path / "a.tar", prefix))) == 9
+    for name in ("x10.png", "x2.png"):
+        photographs()[0].save(folder / "val" / name)
+    told = r"has 2 images beside its class folders \(x2.png\): move"
+    for data in (folder, folder / "val", make_archive(folder, tmp_path / "b.tar", prefix)):
+        with pytest.raises(LinvitError, match=told):
+            open_images(data, "validation")
+    with pytest.raises(LinvitError, match=told):
+        open_data(make_archive(folder / "val", tmp_path / "c.tar", prefix), unlabelled=True)
 
 
 def test_imagenette_is_read_in_place() -> None:

@@ -37,21 +37,18 @@ def test_flip_is_torchs_flip_where_chosen() -> None:
     torch.testing.assert_close(out[~chosen], images[~chosen], rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_a_crop_is_cut_out_and_resized(mode: str) -> None:
+def test_a_crop_is_cut_out_and_resized() -> None:
     images = stack(photographs())
     boxes = Boxes(
         *(torch.tensor(v) for v in ([0.0, 3, 7] + [1.0] * 5, [5.0, 0, 2] + [2.0] * 5)),
         *(torch.tensor(v) for v in ([32.0, 9, 20] + [16.0] * 5, [27.0, 14, 30] + [8.0] * 5)),
     )
-    out = resample(images, boxes, torch.zeros(8, dtype=torch.bool), (24, 40), mode=mode)
+    out = resample(images, boxes, torch.zeros(8, dtype=torch.bool), (24, 40))
     for i in range(8):
         top, left, height, width = (int(value[i]) for value in boxes)
         cut = images[i : i + 1, :, top : top + height, left : left + width]
-        wanted = F.interpolate(cut, (24, 40), mode=mode, align_corners=False).clamp(0, 255)
-        inner = (..., slice(8, -8), slice(13, -13))  # near the rim bicubic reads pixels that a cut picture has not
-        chosen = inner if mode == "bicubic" else ...
-        torch.testing.assert_close(out[i : i + 1][chosen], wanted[chosen], rtol=0, atol=0.01)
+        wanted = F.interpolate(cut, (24, 40), mode="bilinear", align_corners=False)
+        torch.testing.assert_close(out[i : i + 1], wanted, rtol=0, atol=0.01)
 
 
 def test_crops_are_distributed_as_torchvisions() -> None:

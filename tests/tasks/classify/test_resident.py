@@ -172,3 +172,37 @@ def test_a_real_set_is_decoded_and_varied() -> None:
 def test_augmenter_counts_its_columns() -> None:
     bare = Augmenter(Augmentation(), SIZE, 5, device=torch.device("cpu"))
     assert sum(Augmenter(FULL, SIZE, 5, device=torch.device("cpu")).columns) == sum(bare.columns) + 8
+
+
+def test_batches_without_mixing() -> None:
+    """BatchNorm is measured on them: everything else is as it is with mixing."""
+    images, targets = next(Resident(pixels(), SIZE, 8, 5, augmentation=FULL).epoch(0, mixed=False))
+    plain = replace(FULL, mixup=0, cutmix=0)
+    wanted, labels = next(Resident(pixels(), SIZE, 8, 5, augmentation=plain).epoch(0))
+    torch.testing.assert_close(images, wanted)
+    assert torch.equal(targets.argmax(-1), labels) and targets.max(-1).values.min() == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_images_that_come_several_times_in_a_step(world: int) -> None:
+    orders = [Order(60, 6, 3, rank, world, repeats=3) for rank in range(world)]
+    steps = [torch.cat(parts) for parts in zip(*(order.epoch(1) for order in orders), strict=True)]
+    assert len(steps) == 60 // (6 * world)
+    assert all(len(step.unique()) == 2 * world for step in steps)  # and each three times
+    assert len(torch.cat(steps).unique()) == 20
+    neighbours = torch.stack(steps).view(-1, 2)
+    assert (neighbours[:, 0] != neighbours[:, 1]).all()  # mixing an image with itself would be no mixing
+    odd = Order(60, 8, 3, repeats=3).epoch(0)[0]
+    assert len(odd) == 8 and len(odd.unique()) == 3
+
+
+def test_models_that_squash_are_evaluated_so() -> None:
+    """timm's `crop_mode` says how a picture comes to its size."""
+    model = timm.create_model("maxvit_tiny_tf_384.in1k", num_classes=3)
+    picture = photographs(40)[0].resize((96, 60))
+    chosen = Preprocessing.of(model)
+    assert chosen.crop_mode == "squash"
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    images = Images("one", [(picture, 0)], labels=[0])
+    found, _ = next(Resident(decode(images, chosen, training=False), chosen, 1, 3).epoch(0))
+    torch.testing.assert_close(found[0], transform(picture), rtol=0, atol=1e-5)

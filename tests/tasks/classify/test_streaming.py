@@ -111,3 +111,23 @@ def test_streams_repeat_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert equal(first, list(source.epoch(1))) and equal(first[1:], list(source.epoch(1, skip=1)))
     assert not equal(first, list(source.epoch(2)))
     assert sum(len(labels) for _, labels in Streamed(stream, SIZE, 4, 5).epoch(0)) == 10
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_look_at_another_epoch_changes_nothing(workers: int) -> None:
+    """Least squares and BatchNorm look at a first epoch while another is being read."""
+    wanted = list(Streamed(some(), SIZE, 4, 5, augmentation=FULL).epoch(1))
+    source = Streamed(some(), SIZE, 4, 5, augmentation=FULL, workers=workers)
+    reading = source.epoch(1)
+    found = [next(reading)]
+    look = source.epoch(0)
+    first = next(look)
+    look.close()
+    found += reading
+    assert equal(found, wanted) and equal([first], [next(source.epoch(0))])
+
+
+def test_any_interpolation() -> None:
+    model_own, drawn = (Augmentation(train_interpolation=how) for how in ("model", "random"))
+    made = [augmentation.transform(SIZE, SIZE.size).transforms[0] for augmentation in (model_own, drawn)]
+    assert not isinstance(made[0].interpolation, tuple) and len(made[1].interpolation) == 2

@@ -54,9 +54,12 @@ class Augmenter:
         """How many uniform numbers a picture needs for crop, flip, jitter, RandAugment, erasing."""
         return [CROP_COLUMNS, 1, 3, self.policy.columns if self.policy else 0, ERASE_COLUMNS]
 
-    def table(self, steps: int, seed: int, epoch: int) -> Tensor:
-        """How the steps of an epoch mix."""
-        return send(mixing_table(self.augmentation, steps, seed, epoch), self.device)
+    def table(self, steps: int, seed: int, epoch: int, mixed: bool = True) -> Tensor:
+        """How the steps of an epoch mix, if they do."""
+        table = mixing_table(self.augmentation, steps, seed, epoch)
+        if not mixed:
+            table[:, 0] = 1
+        return send(table, self.device)
 
     def draw(self, batch: int, rank: int, world: int, seed: int, epoch: int, step: int, row: Tensor) -> Draws:
         """The numbers of a step: the same whenever it is asked for, and each process its own part of them."""
@@ -89,7 +92,7 @@ class Augmenter:
         draws = self.policy.draw(policy) if self.policy else []
         affines = [self.policy.affine(draw, size) for draw in draws] if self.policy else []
         fill = self.mean.round()
-        pixels = resample(images, boxes, flip[:, 0] < chosen.flip, size, affines, fill, chosen.interpolation).round()
+        pixels = resample(images, boxes, flip[:, 0] < chosen.flip, size, affines, fill).round()
         if self.policy:
             for draw in draws:
                 pixels = self.policy.colour(pixels, draw)

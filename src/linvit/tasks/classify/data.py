@@ -10,9 +10,10 @@ without labels, because a teacher has the answers, says so: `open_images("photos
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from PIL import Image
@@ -20,12 +21,13 @@ from timm.data import create_dataset
 from timm.data.dataset import IterableImageDataset
 from torch.utils.data import Dataset
 
-from linvit.errors import LinvitError, unknown
-from linvit.tasks.classify.readers import Part, TarReader, check_path, folder_reader, no_classes
+from linvit.errors import LinvitError, Unreadable, unknown
+from linvit.tasks.classify.readers import SPLITS, Part, TarReader, check_path, folder_reader, more, no_classes
 
 PREFIXES = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets"}
 PREFIXES |= {"wds": "webdataset"}  # the package that each kind of set needs
 STREAMS = ("wds", "tfds", "hfids")
+ROOTED = ("torch", "wds")  # kinds of sets that have no place of their own
 HELD_OUT = 10  # of so many images of a class one is for validation, where a set has no splits
 
 
@@ -53,6 +55,7 @@ class Images(Dataset):
         self.classes = tuple(classes)
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
         self.filenames = filenames
+        self.outputs: list[int] | None = None  # for each label of the source ours, where they differ
         if self.labels is not None and len(self.labels):
             self.check_labels(self.labels)
 
@@ -67,8 +70,30 @@ class Images(Dataset):
                 picture = Image.open(picture)
             picture.load()
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise LinvitError(f"cannot read image {self.filename(index)}: {first_line(error)}") from None
-        return picture, int(label)
+            raise Unreadable(f"cannot read image {self.filename(index)}: {first_line(error)}") from None
+        return picture, int(label) if self.outputs is None else self.output(int(label))
+
+    def output(self, label: int) -> int:
+        assert self.outputs is not None
+        if not 0 <= label < len(self.outputs):
+            raise LinvitError(f"{self.name} has label {label}: labels must run from 0 to {len(self.outputs) - 1}")
+        return self.outputs[label]
+
+    def renumbered(self, names: Sequence[str]) -> Images:
+        """The same images, labelled by where their classes stand among the names of a model's outputs."""
+        if tuple(names) == self.classes:
+            return self
+        places = {name: place for place, name in enumerate(names)}
+        odd = [name for name in self.classes if name not in places]
+        if odd:
+            raise LinvitError(
+                f"{self.name} has class '{odd[0]}'{more(odd)}, which the model does not know: leave out what it does "
+                "not know, or take a model of these classes"
+            )
+        made = copy.copy(self)
+        made.classes, made.outputs = tuple(names), [places[name] for name in self.classes]
+        made.labels = None if self.labels is None else np.asarray(made.outputs, dtype=np.int64)[self.labels]
+        return made
 
     def filename(self, index: int) -> str:
         return str(self.filenames(index)) if self.filenames is not None else f"{index} of {self.name}"
@@ -124,6 +149,8 @@ def open_images(
     if name == "digits":
         return digits(split)
     if prefix in PREFIXES and "/" in name and not Path(name).exists():
+        if root is None and prefix in ROOTED:
+            raise LinvitError(f"{name} may lie anywhere: give its folder by --root DIR")
         folder = None if root is None else str(root)
         if prefix in STREAMS:
             return Stream(name, split, folder, options)
@@ -159,11 +186,27 @@ def open_data(data: str | Path, *, root: str | Path | None = None, **options: An
     """The training and the validation split of a set, with the same classes. Of a folder without splits some images
     are held out for validation."""
     train = open_images(data, "train", root=root, **options)
-    source = getattr(train, "source", None)
-    if isinstance(train, Images) and getattr(source, "chosen", "") is None:
+    if undivided(train):
         return hold_out(train)
-    numbering = getattr(source, "class_to_idx", None) or None
+    numbering = getattr(getattr(train, "source", None), "class_to_idx", None) or None
     return train, open_images(data, "validation", root=root, classes=numbering, **options)
+
+
+def open_split(data: str | Path, split: str, *, root: str | Path | None = None, **options: Any) -> Images | Stream:
+    """One split of a set, the same images that `open_data` gives; `all` of a set without splits, which `auto` means,
+    too, where the validation split of others is meant."""
+    images = open_images(data, "validation" if split == "auto" else split, root=root, **options)
+    if not undivided(images) or split in ("all", "auto"):
+        return images
+    for names, part in zip(SPLITS.values(), hold_out(images), strict=True):
+        if split in names:
+            return part
+    raise unknown("split", split, (*SPLITS, "all"))
+
+
+def undivided(images: Images | Stream) -> TypeGuard[Images]:
+    """Whether this is a folder or an archive without splits, all of it."""
+    return isinstance(images, Images) and getattr(images.source, "chosen", "") is None
 
 
 def hold_out(images: Images) -> tuple[Images, Images]:
@@ -209,8 +252,9 @@ def named(name: str, dataset: Any) -> Images:
     """A set that timm opened: torchvision's own class, or timm's around a reader."""
     reader = getattr(dataset, "reader", None)
     labels = getattr(dataset, "targets", None)
-    names = getattr(dataset, "classes", None) or getattr(reader, "class_to_idx", None) or ()
-    return Images(name, reader if reader is not None else dataset, classes=tuple(names), labels=labels)
+    found = (getattr(dataset, names, None) for names in ("wnids", "classes"))  # torchvision's ImageNet has synsets
+    names = next(filter(None, found), None) or getattr(reader, "class_to_idx", None) or ()
+    return Images(name, reader if reader is not None else dataset, classes=tuple(map(str, names)), labels=labels)
 
 
 class Digits:

@@ -11,20 +11,24 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from linvit.errors import LinvitError, unknown
+from linvit.conversion.convert import own_size
+from linvit.conversion.saving import label_names, note
+from linvit.errors import LinvitError, Unreadable, unknown
 from linvit.measurement.record import environment, write_json
-from linvit.tasks.classify.data import Images, Stream, check_outputs
+from linvit.tasks.classify.classes import match_sets
+from linvit.tasks.classify.data import Images, Stream
 from linvit.tasks.classify.metrics import Evaluation, evaluate
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
 from linvit.tasks.classify.streaming import Streamed
+from linvit.training.checkpoints import checksum
 from linvit.training.config import Config
 from linvit.training.contract import BatchSource
 from linvit.training.distillation import Teacher
 from linvit.training.drop_path import set_drop_path
 from linvit.training.engine import FREE, Engine, Outcome
 from linvit.training.objectives import LOWERED, make_phases
-from linvit.training.phases import Phase, compiles
+from linvit.training.phases import Phase, check_trainable, compiles
 from linvit.training.processes import make_accelerator
 from linvit.training.repeating import repeatable
 
@@ -39,7 +43,13 @@ def fit(
     model: nn.Module, train: Split, validation: Split | None, config: Config, *, resume: bool = False, **options: Any
 ) -> Outcome:
     """Train the model in place by a config; the options are those of `Fitting`."""
-    return Fitting(model, train, validation, config, **options).run(resume=resume)
+    made = Fitting(model, train, validation, config, **options)
+    try:
+        return made.run(resume=resume)
+    finally:
+        if "phases" not in options:
+            for phase in made.phases:
+                getattr(phase.objective, "close", lambda: None)()
 
 
 class Fitting:
@@ -69,29 +79,39 @@ class Fitting:
         self.accelerator = accelerator = accelerator or make_accelerator(config)
         self.config, self.folder = config, folder
         classes = outputs_of(model)
-        for split in (train, validation):
-            if split is not None:
-                check_outputs(split, classes)
+        train, validation = match_sets(train, validation, model, classes)
+        splits = [split for split in (train, validation) if split is not None]
         check_labels(config, train, validation)
         self.teacher, self.labelled = teacher, validation is None or validation.labelled
         size = config.input_size or max(config.random_sizes, default=None)
         preprocessing = Preprocessing.of(model, size, config.test_crop)
         make = SourceMaker(accelerator, config, preprocessing, classes, loader, workers, progress, held)
         if phases is None:
-            placed = set_drop_path(model, config.drop_path, config.drop_path_skip)
+            check_trainable(model, config.plan_of_stages())
+            placed = set_drop_path(model, config.drop_path, config.drop_path_skip, config.drop_path_rule)
             if not placed and config.drop_path and watch:
                 text = f"{type(model).__name__} has no place for drop path: left out"
                 watch({"kind": "note", "step": 0, "text": text})
             for side in {*config.random_sizes, *([size] if size else [])}:
                 check_size(model, side, len(preprocessing.mean))
+            if teacher is not None:
+                teacher.to(accelerator.device)
+                for shape in {preprocessing.size, *((side, side) for side in config.random_sizes)}:
+                    check_teacher_size(teacher, shape, len(preprocessing.mean))
             phases = self.make_phases(model, teacher, train.labelled)
+        if config.repeats > 1 and isinstance(train, Stream) and watch:
+            text = f"{train.name} can only be read in order: no image comes {config.repeats} times in a step"
+            watch({"kind": "note", "step": 0, "text": text})
         if validation is not None and validation.note and watch:
             watch({"kind": "note", "step": 0, "text": validation.note})
         self.source = make(train, Augmentation.of(config))
         self.checks = make(validation, None) if validation is not None else None
-        sets = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
-        self.identity = {**(identity or {}), "sets": sets}
+        known = {**(identity or {}), "sets": [{"name": split.name, "images": len(split)} for split in splits]}
+        loaders = ["resident" if make.resident(split) else "streamed" for split in splits]
+        self.identity = {**known, "loaders": loaders}
         self.phases = phases
+        if models:
+            note(model, crop_pct=preprocessing.crop, input_size=(len(preprocessing.mean), *preprocessing.size))
         self.engine = Engine(
             accelerator,
             model.to(accelerator.device),
@@ -101,7 +121,7 @@ class Fitting:
             folder=folder,
             evaluate=self.metrics if self.checks is not None else None,
             watch=watch,
-            identity=self.identity,
+            identity={**known, "teacher weights": None if teacher is None else checksum(teacher.state_dict())},
             models=models,
         )
 
@@ -111,8 +131,6 @@ class Fitting:
         if compiles(self.config, self.accelerator.device):
             torch._dynamo.reset()
         model.to(self.accelerator.device)
-        if teacher is not None:
-            teacher.to(self.accelerator.device)
         return make_phases(self.config, model, teacher, labelled=labelled)
 
     def run(self, *, resume: bool = False) -> Outcome:
@@ -121,8 +139,15 @@ class Fitting:
             check_same(self.folder, self.config, self.identity)
         if self.folder is not None and self.accelerator.is_main_process and not self.engine.begun:
             record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
+            record["classes"] = list(label_names(self.shown))
             write_json(self.folder / RUN, {**record, "environment": environment(self.accelerator.device)})
-        return self.engine.run(resume=resume)
+        try:
+            return self.engine.run(resume=resume)
+        except Unreadable as error:
+            if self.folder is None:
+                raise
+            reason = "a run goes on with the same images only"
+            raise Unreadable(f"{error}; replace the file rather than delete it: {reason}") from None
 
     @property
     def shown(self) -> nn.Module:
@@ -142,7 +167,9 @@ class Fitting:
         return evaluate(shown, self.checks, teacher=teacher, labelled=self.labelled).metrics()
 
     def asked(self, teacher: nn.Module | None) -> Teacher | None:
-        return None if teacher is None else Teacher(teacher, precision=LOWERED.get(self.config.precision))
+        if teacher is None:
+            return None
+        return Teacher(teacher, student=self.shown, precision=LOWERED.get(self.config.precision))
 
 
 def check_labels(config: Config, train: Split, validation: Split | None) -> None:
@@ -165,9 +192,18 @@ def check_same(folder: Path, config: Config, identity: Mapping[str, Any]) -> Non
     was = next((f"{key}={value}" for key, value in settings if key not in FREE and ours.get(key) != value), None)
     if was is None:
         now = json.loads(json.dumps(identity))
-        was = next((f"{key} {begun[key]}" for key in now if begun.get(key) != now[key]), None)
+        was = next((in_words(key, begun[key]) for key in now if key in begun and begun[key] != now[key]), None)
     if was is not None:
         raise LinvitError(f"the run in {folder} was begun with {was}: resume it so, or give another folder")
+
+
+def in_words(key: str, value: Any) -> str:
+    """Something that a run was begun with, as people say it."""
+    if key == "loaders":
+        return f"loader {value[0] if len({*value}) == 1 else 'auto'}"
+    if key == "sets":
+        return " and ".join(f"{one['images']:,} images of {one['name']}" for one in value)
+    return f"{key} {value}" if value not in ("", None, [], {}) else f"no {key}"
 
 
 class SourceMaker:
@@ -186,6 +222,8 @@ class SourceMaker:
     ) -> None:
         if loader not in LOADERS:
             raise unknown("loader", loader, LOADERS)
+        if workers < 0:
+            raise LinvitError(f"--workers {workers}: give 0 or more")
         self.accelerator, self.config, self.preprocessing = accelerator, config, preprocessing
         self.classes, self.loader, self.workers, self.progress = classes, loader, workers, progress
         self.held = held
@@ -193,6 +231,7 @@ class SourceMaker:
     def __call__(self, split: Split, augmentation: Augmentation | None) -> BatchSource:
         config, where = self.config, self.accelerator
         place: dict[str, Any] = {"seed": config.seed, "rank": where.process_index, "world": where.num_processes}
+        place["repeats"] = config.repeats
         batch = config.batch_size // (where.num_processes * config.accumulate)
         if not self.resident(split):
             return Streamed(
@@ -224,21 +263,39 @@ class SourceMaker:
         return isinstance(split, Images) and len(split) * 3 * height * width <= SMALL
 
 
-@torch.no_grad()
 def check_size(model: nn.Module, side: int, channels: int) -> None:
     """Whether the model takes images of this size; many are built for one."""
-    like = next(model.parameters())
-    training = model.training
-    try:
-        model.eval()(torch.zeros(1, channels, side, side, device=like.device, dtype=like.dtype))
-    except (AssertionError, RuntimeError, LinvitError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = refusal(model, (side, side), channels)
+    if reason:
         raise LinvitError(
             f"{type(model).__name__} cannot take images of {side} pixels ({reason}): set input_size=none random_sizes= "
             "for its own size, or build it with --model-arg dynamic_img_size=true"
-        ) from None
+        )
+
+
+def check_teacher_size(teacher: nn.Module, size: tuple[int, int], channels: int) -> None:
+    """Whether the teacher takes the images that the student sees."""
+    reason = refusal(teacher, size, channels)
+    if reason:
+        theirs, ours = ("×".join(str(side) for side in dict.fromkeys(sides)) for sides in (own_size(teacher), size))
+        raise LinvitError(
+            f"the teacher is for images of {theirs} pixels and the student's have {ours} ({reason}): "
+            f"choose a teacher for {ours}, or a student for {theirs}"
+        )
+
+
+@torch.no_grad()
+def refusal(model: nn.Module, size: tuple[int, int], channels: int) -> str | None:
+    """Why the model takes no images of this size; none where it does."""
+    like = next(model.parameters())
+    training = model.training
+    try:
+        model.eval()(torch.zeros(1, channels, *size, device=like.device, dtype=like.dtype))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     finally:
         model.train(training)
+    return None
 
 
 def outputs_of(model: Any) -> int:

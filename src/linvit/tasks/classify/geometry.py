@@ -62,7 +62,6 @@ def resample(
     size: tuple[int, int],
     affines: Sequence[Affine] = (),
     fill: Tensor | None = None,
-    mode: str = "bilinear",
 ) -> Tensor:
     """Crop, then flip, then the affine maps in their order, onto `size`. What an affine map reads from outside its
     frame gets the fill colour `(channels,)`."""
@@ -82,9 +81,7 @@ def resample(
     y = (y * (tall / height)).clamp(min=0.5).minimum(tall - 0.5) + top
     x, y = 2 * x / images.shape[-1] - 1, 2 * y / images.shape[-2] - 1
     grid = torch.stack(torch.broadcast_tensors(x, y), dim=-1)
-    out = F.grid_sample(images.float(), grid, mode=mode, padding_mode="border", align_corners=False)
-    if mode == "bicubic":
-        out = out.clamp(0, 255)
+    out = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
     if inside is not None:
         assert fill is not None
         out = torch.where(inside[:, None], out, fill.view(1, -1, 1, 1))

@@ -12,8 +12,9 @@ from linvit.tasks.classify.preprocessing import seed_of
 
 @dataclass(frozen=True)
 class Order:
-    """Training shuffles, and leaves out what does not fill a batch over all processes. Evaluation takes every image
-    once and in its order, image i in process i mod `world`."""
+    """Training shuffles, and leaves out what does not fill a batch over all processes. With `repeats` a step has each
+    of its images so many times, and an epoch as many steps but fewer images. Evaluation takes every image once and in
+    its order, image i in process i mod `world`."""
 
     count: int
     batch: int  # images a step in this process
@@ -21,10 +22,14 @@ class Order:
     rank: int = 0
     world: int = 1
     training: bool = True
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         if self.training and self.count < self.batch * self.world:
-            raise LinvitError(f"the set has {self.count} images, less than one batch of {self.batch * self.world}")
+            whole = self.batch * self.world
+            raise LinvitError(
+                f"the set has {self.count} images, less than one batch of {whole}: give a smaller --set batch_size=…"
+            )
 
     @property
     def batches(self) -> int:
@@ -43,5 +48,8 @@ class Order:
         if not self.training:
             return list(torch.arange(self.rank, self.count, self.world).split(self.batch))
         draw = torch.Generator().manual_seed(seed_of(self.seed, epoch))
-        whole = torch.randperm(self.count, generator=draw)[: self.images]
-        return list(whole.view(self.batches, self.world, self.batch)[:, self.rank])
+        step = self.batch * self.world
+        new = -(-step // self.repeats)  # in each step; repeats lie far apart in it, for neighbours are mixed
+        whole = torch.randperm(self.count, generator=draw)[: self.batches * new].view(self.batches, new)
+        whole = whole.repeat(1, self.repeats)[:, :step]
+        return list(whole.reshape(self.batches, self.world, self.batch)[:, self.rank])

@@ -21,13 +21,15 @@ from linvit.training.config import Config
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What a model expects. `crop` is the share of the picture's shorter side that evaluation looks at."""
+    """What a model expects. `crop` is the share of the picture's shorter side that evaluation looks at, `crop_mode`
+    how, in timm's words."""
 
     size: tuple[int, int]
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     crop: float = 1.0
     interpolation: str = "bilinear"
+    crop_mode: str = "center"
 
     @classmethod
     def of(cls, model: nn.Module, size: int | None = None, crop: float | None = None) -> Preprocessing:
@@ -45,6 +47,7 @@ class Preprocessing:
             tuple(std),
             noted["crop_pct"] if crop is None else crop,
             noted["interpolation"],
+            noted["crop_mode"],
         )
 
     @property
@@ -58,7 +61,12 @@ class Preprocessing:
         """timm's transform for evaluation, to uint8."""
         interpolation = "bilinear" if self.interpolation == "random" else self.interpolation
         return create_transform(
-            self.size, crop_pct=self.crop, interpolation=interpolation, mean=self.mean, normalize=False
+            self.size,
+            crop_pct=self.crop,
+            crop_mode=self.crop_mode,
+            interpolation=interpolation,
+            mean=self.mean,
+            normalize=False,
         )
 
 
@@ -76,12 +84,12 @@ class Augmentation:
     cutmix: float = 0.0
     mixup_prob: float = 1.0
     mixup_switch: float = 0.5
-    interpolation: str = "bilinear"  # of the resident loader; bicubic reads four times as many pixels
+    train_interpolation: str = "model"  # of timm's transform; the device's is bilinear
 
     @classmethod
     def of(cls, config: Config) -> Augmentation:
         """What a recipe says."""
-        names = cls.__dataclass_fields__.keys() - {"crop_ratio", "interpolation"}
+        names = cls.__dataclass_fields__.keys() - {"crop_ratio"}
         return cls(**{name: getattr(config, name) for name in names})
 
     @property
@@ -91,6 +99,7 @@ class Augmentation:
     def transform(self, preprocessing: Preprocessing, size: tuple[int, int]) -> Any:
         """timm's transform for training, to uint8. What needs whole batches comes later, on the device."""
         whole = self.crop_scale == (1.0, 1.0)
+        own = self.train_interpolation == "model"
         made = create_transform(
             size,
             is_training=True,
@@ -99,7 +108,7 @@ class Augmentation:
             hflip=self.flip,
             color_jitter=self.colour_jitter,
             auto_augment=self.randaugment,
-            interpolation=preprocessing.interpolation,
+            interpolation=preprocessing.interpolation if own else self.train_interpolation,
             mean=preprocessing.mean,
             normalize=False,
         )

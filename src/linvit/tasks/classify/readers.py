@@ -86,11 +86,13 @@ def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> Rea
     where = root / chosen if chosen else root
     types = get_img_extensions(as_set=True)
     folders = [entry for entry in sorted(where.iterdir()) if entry.is_dir()]
+    loose = [entry for entry in where.iterdir() if entry.suffix.lower() in types and entry.is_file()]
     if not folders:
-        loose = [entry for entry in where.iterdir() if entry.suffix.lower() in types]
         if not loose:
             raise no_classes(where)
         return LooseReader(sorted(loose, key=lambda entry: natural_key(entry.name)), chosen)
+    if loose:
+        raise beside_classes(where, [entry.name for entry in loose])
     for folder in folders:
         files = (name for _, _, names in os.walk(folder, followlinks=True) for name in names)
         if not any(os.path.splitext(name)[1].lower() in types for name in files):
@@ -103,6 +105,15 @@ def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> Rea
 
 def no_classes(where: object) -> LinvitError:
     return LinvitError(f"{where} has no class folders: images belong in {where}/CLASS/")
+
+
+def beside_classes(where: object, loose: list[str]) -> LinvitError:
+    first = min(loose, key=natural_key)
+    count = "1 image" if len(loose) == 1 else f"{len(loose):,} images"
+    return LinvitError(
+        f"{where} has {count} beside its class folders ({first}): move what has no class into a class folder or away, "
+        "or all images out of the class folders"
+    )
 
 
 class LooseReader(Reader):
@@ -159,15 +170,17 @@ class TarReader(Reader):
         found = [(PurePosixPath(name), start, size) for name, start, size in images_in(path)]
         if not found:
             raise LinvitError(f"{path} holds no image")
-        depth = len(os.path.commonpath([name.parent for name, *_ in found]).split("/")) if shared(found) else 0
-        chosen = choose_split({name.parts[depth] for name, *_ in found}, split, str(path))
+        depth = shared([name for name, *_ in found])
+        folders = {name.parts[depth] for name, *_ in found if len(name.parts) > depth + 1}
+        self.chosen = chosen = choose_split(folders, split, str(path))
         if chosen:
             found = [row for row in found if row[0].parts[depth] == chosen]
         where = f"{path} ({chosen})" if chosen else str(path)
-        self.chosen = chosen
         names = {name.parent.name for name, *_ in found}
-        loose = {len(name.parts) for name, *_ in found} == {depth + 2} if chosen else len(names) == 1
-        if loose:
+        loose = [name.name for name, *_ in found if len(name.parts) == depth + (2 if chosen else 1)]
+        if 0 < len(loose) < len(found):
+            raise beside_classes(where, loose)
+        if loose or (len(names) == 1 and not chosen):
             self.class_to_idx: dict[str, int] = {}
         else:
             check_classes(names, classes, where)
@@ -194,10 +207,10 @@ class TarReader(Reader):
         return os.path.basename(name) if basename else f"{self.path}:{name}" if absolute else name
 
 
-def shared(found: list[tuple[PurePosixPath, int, int]]) -> bool:
-    """Whether all images lie in one folder that is neither a split nor a class."""
-    common = os.path.commonpath([name.parent for name, *_ in found])
-    return bool(common) and all(len(name.parts) > len(common.split("/")) + 1 for name, *_ in found)
+def shared(names: list[PurePosixPath]) -> int:
+    """How many folders, one in another, hold all images and are neither a split nor a class."""
+    common = len(PurePosixPath(os.path.commonpath([name.parent for name in names])).parts)
+    return common if any(len(name.parts) > common + 1 for name in names) else 0
 
 
 def images_in(path: Path) -> list[tuple[str, int, int]]:

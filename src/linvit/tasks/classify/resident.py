@@ -198,12 +198,13 @@ class Resident:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        repeats: int = 1,
         compile: bool = False,
     ) -> None:
         check_batch(batch_size, augmentation)
         self.pixels, self.preprocessing = pixels, preprocessing
         self.device = pixels.pictures.device
-        self.order = Order(len(pixels), batch_size, seed, rank, world, training=augmentation is not None)
+        self.order = Order(len(pixels), batch_size, seed, rank, world, augmentation is not None, repeats)
         self.batches, self.images = self.order.batches, self.order.images
         self.augmenter: Augmenter | None = None
         if augmentation is not None:
@@ -214,10 +215,10 @@ class Resident:
         if high >= classes:
             raise LinvitError(f"{pixels.name} has label {high}, the model {classes} outputs")
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
         order = self.order
         places = send(torch.cat(order.epoch(epoch)), self.device).split(order.batch)
-        table = self.augmenter.table(order.batches, order.seed, epoch) if self.augmenter else None
+        table = self.augmenter.table(order.batches, order.seed, epoch, mixed) if self.augmenter else None
         for step in range(skip, order.batches):
             pictures, labels = self.pixels.pictures[places[step]], self.pixels.labels[places[step]]
             if self.augmenter is None or table is None:

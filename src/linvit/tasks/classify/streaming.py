@@ -38,6 +38,7 @@ class Streamed:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        repeats: int = 1,
         device: str | torch.device = "cpu",
         workers: int = 0,
     ) -> None:
@@ -45,7 +46,7 @@ class Streamed:
         self.device, self.classes, self.workers = torch.device(device), classes, workers
         self.preprocessing, self.set = preprocessing, images
         training = augmentation is not None
-        self.order = Order(len(images), batch_size, seed, rank, world, training)
+        self.order = Order(len(images), batch_size, seed, rank, world, training, repeats)
         self.batches, self.images = self.order.batches, self.order.images
         self.augmenter = None
         transform = preprocessing.evaluation()
@@ -57,11 +58,19 @@ class Streamed:
         self.std = 255 * torch.tensor(preprocessing.std, device=self.device)
         self.steps = Steps(self.order)
         self.kept: DataLoader | None = None
+        self.reading = False  # somebody holds an epoch that has not ended
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
+        first, self.reading = not self.reading, True
+        try:
+            yield from self.varied(epoch, skip, mixed, again=not first)
+        finally:
+            self.reading = self.reading and not first
+
+    def varied(self, epoch: int, skip: int, mixed: bool, again: bool) -> Iterator[tuple[Tensor, Tensor]]:
         order = self.order
-        table = self.augmenter.table(order.batches, order.seed, epoch) if self.augmenter else None
-        for step, found in enumerate(self.decoded(epoch, skip), start=skip):
+        table = self.augmenter.table(order.batches, order.seed, epoch, mixed) if self.augmenter else None
+        for step, found in enumerate(self.decoded(epoch, skip, again), start=skip):
             if isinstance(found, LinvitError):
                 raise found
             pixels, labels = found
@@ -74,8 +83,9 @@ class Streamed:
             draws = self.augmenter.draw(len(labels), order.rank, order.world, order.seed, epoch, step, table[step])
             yield self.augmenter(pixels, labels, draws)
 
-    def decoded(self, epoch: int, skip: int) -> Iterator[Any]:
-        """uint8 batches, or the error that stopped them."""
+    def decoded(self, epoch: int, skip: int, again: bool) -> Iterator[Any]:
+        """uint8 batches, or the error that stopped them. `again` is for a look at another epoch while one is being
+        read: workers that stay serve one at a time."""
         if isinstance(self.set, Stream):
             training = self.augmenter is not None
             stream = self.set.open(training=training, batch_size=self.order.batch, seed=self.order.seed)
@@ -83,6 +93,9 @@ class Streamed:
             draw = torch.Generator().manual_seed(seed_of(self.order.seed, epoch))
             loader = self.loader(read, generator=draw, batch_size=self.order.batch, drop_last=training)
             return islice(iter(loader), skip, self.batches if training else None)
+        if again:
+            steps = Steps(self.order, epoch, skip)
+            return iter(self.loader(self.transformed, generator=torch.Generator(), batch_sampler=steps))
         self.steps.epoch, self.steps.skip = epoch, skip
         if self.kept is None:
             generator = torch.Generator()  # else the loader would draw from the global one, and change the training
@@ -106,8 +119,8 @@ class Streamed:
 class Steps:
     """A batch sampler: for each step its images, each with its seed."""
 
-    def __init__(self, order: Order) -> None:
-        self.order, self.epoch, self.skip = order, 0, 0
+    def __init__(self, order: Order, epoch: int = 0, skip: int = 0) -> None:
+        self.order, self.epoch, self.skip = order, epoch, skip
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         order, epoch = self.order, self.epoch

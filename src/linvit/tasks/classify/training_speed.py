@@ -26,6 +26,7 @@ from linvit.measurement.speed import relative_rms
 from linvit.tasks.classify.fitting import Fitting, Split
 from linvit.tasks.classify.resident import Held
 from linvit.training.config import Config
+from linvit.training.processes import make_accelerator
 
 WINDOW = 25  # steps between two looks at the clock
 
@@ -40,6 +41,7 @@ def training_speed(
     held: Held | None = None,
     loader: str = "auto",
     workers: int = 0,
+    device: str = "auto",
 ) -> dict[str, Any]:
     """A row of the result: the error of the logits, images per second over the windows of the longest stage, peak
     memory of the device, and the seconds of the whole recipe."""
@@ -58,7 +60,8 @@ def training_speed(
         settings = replace(settings, warmup_epochs=min(config.warmup_epochs, 0.1 * epochs))
         if config.stages:
             settings = replace(settings, stages=(replace(stage, epochs=epochs),))
-        timed = TimedStage(model, train, settings, teacher=teacher, held=held, loader=loader, workers=workers)
+        options: dict[str, Any] = {"teacher": teacher, "held": held, "loader": loader, "workers": workers}
+        timed = TimedStage(model, train, settings, accelerator=make_accelerator(settings, device), **options)
         if not parts:
             row["error"] = error = timed.error()
             if not error <= TOLERANCES[config.precision]:
