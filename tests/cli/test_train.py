@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from linvit import load
 from linvit.training.logs import read_log
 from tests.cli.conftest import Outcome
 
@@ -278,3 +279,18 @@ def test_a_teacher_nobody_asks_is_a_mistake(linvit: Callable[..., Outcome], tmp_
     found = linvit("train", "vit_tiny_patch16_224", "--no-pretrained", "--data=digits", "--recipe=deit",
                    "--teacher=no_such_model", "-o", str(tmp_path / "run"))  # fmt: skip
     assert found.code == 2 and "recipe deit has no use for a teacher" in found.err and not (tmp_path / "run").exists()
+
+
+def test_a_head_for_the_teacher(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Token distillation from the command line to a saved model: each head has its own task, and both are used."""
+    shape = ["--model-arg=img_size=8", "--model-arg=patch_size=4", "--model-arg=embed_dim=16", "--model-arg=depth=1"]
+    common = ["--no-pretrained", *shape, "--model-arg=num_heads=2", "--data=digits", "--set=epochs=0.2", "--device=cpu",
+              "--set=batch_size=64", "--set=precision=fp32", "--set=randaugment=none"]  # fmt: skip
+    assert linvit("train", "vit_tiny_patch16_224", *common, "--recipe=deit", "-o", str(tmp_path / "teacher")).code == 0
+    student = ["train", "deit_tiny_distilled_patch16_224", *common, "--plan=castling", "--recipe=castling"]
+    found = linvit(*student, f"--teacher={tmp_path / 'teacher' / 'best'}", "-o", str(tmp_path / "run"))
+    assert found.code == 0, found.err
+    config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert config["distillation"] == "token"
+    model = load(tmp_path / "run" / "last")
+    assert not torch.equal(model.head.bias, model.head_dist.bias) and model.head_dist.bias.abs().max() > 0
