@@ -20,7 +20,7 @@ from linvit.training.alignment import AttentionAlignment
 from linvit.training.average import Average, measure_batch_norm
 from linvit.training.config import Config, Stage
 from linvit.training.diagnosis import Diverged
-from linvit.training.distillation import Teacher
+from linvit.training.distillation import Distillation, Teacher
 from linvit.training.engine import Engine
 from linvit.training.logs import Log, read_log
 from linvit.training.phases import Phase
@@ -371,3 +371,12 @@ def test_mesa_takes_outputs_with_names() -> None:
     settings: dict[str, Any] = {"ema": 0.5, "mesa": 1.0, "mesa_start": 0, "log_steps": 1, "evaluate": None}
     train(Named(), objective=objective, watch=records.append, **settings)
     assert [record["mesa"] for record in records if record["kind"] == "train"][-1] > 0
+
+
+def test_a_teacher_without_numbers_is_named() -> None:
+    teacher = small_model()
+    student = small_model(seed=1)
+    torch.nn.init.constant_(teacher.blocks[1].mlp.fc1.weight, float("nan"))
+    objective = Distillation(Teacher(teacher), student)
+    with pytest.raises(Diverged, match="in step 1: it began in the teacher's answers"):
+        train(student, objective=objective, evaluate=None)

@@ -243,3 +243,11 @@ def test_what_hugging_face_calls_tables_and_classifier() -> None:
     assert id(named["classifier.weight"]) not in moved and moved
     assert id(named["vit.embeddings.position_embeddings"]) not in decaying
     assert id(named["vit.embeddings.cls_token"]) not in decaying
+
+
+def test_muon_leaves_tables_alone() -> None:
+    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), embed_dim=16, num_heads=(1, 1, 2, 2))
+    made = make_optimiser(Config(optimiser="muon"), model, select_trainable(model, "all"))
+    moved = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
+    attention = model.layers[0].blocks[0].attn
+    assert id(attention.qkv.weight) in moved and id(attention.relative_position_bias_table) not in moved

@@ -38,8 +38,10 @@ def convert(
     drop: Annotated[str, typer.Option(help="What may be given up, with commas, such as relative_bias.")] = "",
     option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the plan.")] = None,
     input_size: Annotated[str, typer.Option(help="Image size for positions, such as 384 or 384x512.")] = "",
-    patch_size: Annotated[int | None, typer.Option(help="Resample the patch embedding, such as 16 to 14.")] = None,
-    window_size: Annotated[int | None, typer.Option(help="Resize Swin's windows, such as 7 to 14.")] = None,
+    patch_size: Annotated[
+        int | None, typer.Option(min=1, help="Resample the patch embedding, such as 16 to 14.")
+    ] = None,
+    window_size: Annotated[int | None, typer.Option(min=1, help="Resize Swin's windows, such as 7 to 14.")] = None,
     pretrained: Annotated[bool, typer.Option(help="Fetch timm's weights.")] = True,
     checkpoint: Annotated[Path | None, typer.Option(metavar="FILE", help="Weights to use instead of timm's.")] = None,
     model_arg: Annotated[

@@ -51,7 +51,11 @@ def decays(name: str, parameter: Tensor, rule: str, own: Iterable[str], norms: C
     if rule == "norm_and_bias":
         return name.endswith(SHORTCUT) or not ("norm" in name or "bias" in name or id(parameter) in norms)
     bias = name.rpartition(".")[2].startswith("bias")
-    return parameter.ndim > 1 and not bias and not any(name == item or name.endswith("." + item) for item in own)
+    return parameter.ndim > 1 and not bias and not excluded(name, own)
+
+
+def excluded(name: str, own: Iterable[str]) -> bool:
+    return any(name == item or name.endswith("." + item) for item in own)
 
 
 def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -65,7 +69,8 @@ def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Par
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in trainable.items():
         decay = config.weight_decay if decays(name, parameter, config.no_decay, own, norms) else 0.0
-        inner = id(parameter) in matrices and parameter.ndim == 2 and not name.startswith(heads)
+        table = excluded(name, own)  # of positions or relative biases: two-dimensional, and no linear map
+        inner = id(parameter) in matrices and parameter.ndim == 2 and not table and not name.startswith(heads)
         times = config.muon_lr if inner else config.added_lr if id(parameter) in added else 1.0
         group = groups.setdefault((decay, times, inner), {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(parameter)
