@@ -1,11 +1,12 @@
 """What conversion loses and training returns: tables and a picture of the recovery experiment's store.
 
-    python scripts/recovery.py benchmarks/stores/recovery docs/results.md docs/recovery.png SPEEDS.json …
+    python -m scripts.recovery benchmarks/stores/recovery docs/results.md --picture docs/recovery.png --speeds FILE …
 
-A store may hold several recipes and budgets; runs belong together by recipe, epochs, candidate and seed. A budget is so
-many epochs, whatever a recipe does with an image, so recipes of one budget need not take the same time. Seconds, for a
-second picture beside the first, are those of a training that has the device to itself, from files that `linvit bench
-training` wrote, one a recipe: runs that share a device say little about its speed.
+The tables go between the page's marks that bear the store's name. A store may hold several recipes and budgets; runs
+belong together by recipe, epochs, candidate and seed. A budget is so many epochs, whatever a recipe does with an image,
+so recipes of one budget need not take the same time. Seconds, for a second picture beside the first, are those of a
+training that has the device to itself, from files that `linvit bench training` wrote, one a recipe: runs that share a
+device say little about its speed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from linvit.comparison.statistics import Difference, difference, estimate
 PLAIN, FAST = "distil", "fast"
 COLOURS = {PLAIN: "#8d99ae", FAST: "#d1495b"}
 ORDER = ("softmax", "mixa", "stella", "relu_linear")  # first; then the others, as they are called
-MARKS = "<!-- recovery -->", "<!-- /recovery -->"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def tables(found: Cells, speeds: Speeds) -> str:
     """What was reached, how it compares, and how near it came to the teacher."""
     recipes = [recipe for recipe in (PLAIN, FAST) if any(key[1] == recipe for key in found)]
     most = max(budget for _, recipe, budget in found if recipe == recipes[-1])  # plain ones may go on for longer
-    columns = [(recipe, budget) for recipe in recipes for budget in budgets(found)]
+    there = {key[1:] for key in found}
+    columns = [(recipe, budget) for recipe in recipes for budget in budgets(found) if (recipe, budget) in there]
+    rivals = [(min(budget, most), budget) for budget in budgets(found)]
     reached, counted, compared, near, lasted = [], [], [], [], []
     for name in names(found):
         mine = [cell for (candidate, _, _), cell in found.items() if candidate == name]
@@ -102,7 +104,7 @@ def tables(found: Cells, speeds: Speeds) -> str:
         seeds = [str(len(cell.runs)) if (cell := found.get((name, *column))) else "–" for column in columns]
         reached.append([f"`{name}`", number(zero), *tops])
         counted.append([f"`{name}`", *seeds])
-        gains = [apart(found, (name, FAST, budget), (name, PLAIN, budget)) for budget in budgets(found)]
+        gains = [apart(found, (name, FAST, least), (name, PLAIN, budget)) for least, budget in rivals]
         lost = [apart(found, (name, recipe, most), ("softmax", recipe, most)) for recipe in recipes]
         compared.append([f"`{name}`", *gains, *lost])
         ends = [found.get((name, recipe, most)) for recipe in recipes]
@@ -122,7 +124,8 @@ def tables(found: Cells, speeds: Speeds) -> str:
         "Over how many seeds these are:",
         grid(["candidate", *(f"seeds of {recipe}, {budget}" for recipe, budget in columns)], counted),
         "Paired differences in points over seeds and images, with their 95 % intervals.",
-        grid(["candidate", *(f"{FAST} − {PLAIN}, {budget}" for budget in budgets(found)),
+        grid(["candidate", *(f"{FAST} − {PLAIN}, {budget}" if own == budget else f"{FAST}, {own} − {PLAIN}, {budget}"
+                             for own, budget in rivals),
               *(f"to softmax, both by {recipe}, {most}" for recipe in recipes)], compared),
         f"Nearness to the teacher after {most} epochs: the same answer, in percent, and KL divergence.",
         grid(["candidate", *(f"agreement, {recipe}" for recipe in recipes),
@@ -143,13 +146,14 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def splice(page: Path, text: str) -> None:
-    """Put the text between the page's marks; without a page, it is the page."""
-    before = page.read_text(encoding="utf-8") if page.exists() else "".join(MARKS)
-    head, begin, rest = before.partition(MARKS[0])
-    _, end, tail = rest.partition(MARKS[1])
+def splice(page: Path, name: str, text: str) -> None:
+    """Put the text between the page's marks of that name; without a page, it is the page."""
+    marks = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before = page.read_text(encoding="utf-8") if page.exists() else "".join(marks)
+    head, begin, rest = before.partition(marks[0])
+    _, end, tail = rest.partition(marks[1])
     if not (begin and end):
-        raise SystemExit(f"{page} has no place for the tables: add a line {MARKS[0]} and a line {MARKS[1]}")
+        raise SystemExit(f"{page} has no place for the tables: add a line {marks[0]} and a line {marks[1]}")
     page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
@@ -237,23 +241,24 @@ def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speed
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def main(store: Path, page: Path, picture: Path, *speeds: Path) -> None:
+def main(store: Path, page: Path, picture: Path | None = None, speeds: Sequence[Path] = ()) -> None:
     results = read([store])
     found = cells(results.runs)
     teachers = [run.number("conversion", "teacher_top1") for run in results.runs]
     teacher = next((value for value in teachers if value is not None), None)
-    draw(found, teacher, picture)
     measured = read_speeds(speeds)
-    if measured:
+    if picture:
+        draw(found, teacher, picture)
+    if picture and measured:
         draw(found, teacher, picture.with_stem(f"{picture.stem}-seconds"), measured)
-    splice(page, tables(found, measured))
+    splice(page, store.name, tables(found, measured))
 
 
 if __name__ == "__main__":
     asked = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     asked.add_argument("store", type=Path)
     asked.add_argument("page", type=Path, help="with places for the tables")
-    asked.add_argument("picture", type=Path)
-    asked.add_argument("speeds", type=Path, nargs="*", help="what `linvit bench training` wrote")
+    asked.add_argument("--picture", type=Path)
+    asked.add_argument("--speeds", type=Path, nargs="+", default=[], help="what `linvit bench training` wrote")
     given = asked.parse_args()
-    main(given.store, given.page, given.picture, *given.speeds)
+    main(given.store, given.page, given.picture, given.speeds)

@@ -47,7 +47,7 @@ def test_tables_and_picture(tmp_path: Path) -> None:
     found = recovery.read_speeds([tmp_path / "speeds.json"])
     assert found.rates == {("fast", "stella"): 2.0}
     assert [found.seconds("stella", "fast", epochs) for epochs in (16, 8)] == [10.0, 6.0]  # what is solved is no epoch
-    recovery.main(store(tmp_path / "store"), page, picture, tmp_path / "speeds.json")
+    recovery.main(store(tmp_path / "store"), page, picture, [tmp_path / "speeds.json"])
     rows = rows_of(page.read_text())
     assert rows["stella"].pop("fast") == "12.0"  # an empty column is left out
     assert picture.with_stem("picture-seconds").stat().st_size > 10_000
@@ -59,7 +59,7 @@ def test_tables_and_picture(tmp_path: Path) -> None:
     assert rows["softmax"]["to softmax, both by fast, 20"] == ""
     assert float(rows["stella"]["fast, 2"]) > float(rows["stella"]["distil, 2"])
     assert picture.stat().st_size > 10_000
-    page.write_text(f"# Results\n{recovery.MARKS[0]}\nold\n{recovery.MARKS[1]}\nThe end.\n")
+    page.write_text("# Results\n<!-- store -->\nold\n<!-- /store -->\nThe end.\n")
     recovery.main(store(tmp_path / "store"), page, picture)
     text = page.read_text()
     assert text.startswith("# Results\n") and text.endswith("The end.\n") and "old" not in text
@@ -88,6 +88,7 @@ def test_plain_distillation_that_lasts_longer(tmp_path: Path) -> None:
     rows = rows_of(text)
     assert rows["stella"]["distil, 40"] and "fast, 40" not in rows["stella"]
     assert "fast − distil, 40" not in rows["stella"] and "to softmax, both by fast, 20" in rows["stella"]
+    assert float(rows["stella"]["fast, 20 − distil, 40"].split()[0]) < 0  # the paired difference, longer one and all
     assert rows["stella"]["same seconds, 20"] and "after 20 epochs" in text
 
 

@@ -51,15 +51,16 @@ def write_store(
     sizes: Sequence[int] = (64, 128, 256, 512),
     devices: Sequence[str] = ("cpu", "cuda"),
     failures: bool = True,
+    teacher_seed: int = 0,
 ) -> Path:
     """`seeds` at the first patch size, `seeds_of_others` at the rest. In mode distil each patch has its teacher."""
     for patch in patches:
         base = 88.0 - 1.1 * (patch - 4)
-        teacher = ""
+        teacher: Any = None
         if mode == "distil":
-            made = run("softmax", patch, 0, mode, epochs, base + 1, "", kind="teacher")
+            made = run("softmax", patch, teacher_seed, mode, epochs, base + 1, None, kind="teacher")
             write(folder / "runs" / f"{made['key']}.json", made)
-            teacher = made["key"]
+            teacher = {"key": made["key"], "identity": made["identity"]}
         for name in mechanisms:
             for seed in seeds if patch == patches[0] else seeds_of_others:
                 made = run(name, patch, seed, mode, epochs, base + MECHANISMS.get(name, USUAL)[0], teacher)
@@ -93,7 +94,7 @@ def label_of(name: str, patch: int, mode: str) -> dict[str, Any]:
 
 
 def run(
-    name: str, patch: int, seed: int, mode: str, epochs: int, goal: float, teacher: str, kind: str = "run"
+    name: str, patch: int, seed: int, mode: str, epochs: int, goal: float, teacher: Any, kind: str = "run"
 ) -> dict[str, Any]:
     identity = identity_of(name, patch, mode, epochs, seed, teacher)
     noise = np.random.default_rng(int(digest([name, patch, seed, mode, kind]), 16))
@@ -215,7 +216,7 @@ def timing(name: str, patch: int, size: int, device: str, batch: int, what: str)
     }
 
 
-def identity_of(name: str, patch: int, mode: str, epochs: int, seed: int, teacher: str) -> dict[str, Any]:
+def identity_of(name: str, patch: int, mode: str, epochs: int, seed: int, teacher: Any) -> dict[str, Any]:
     config = {"recipe": "deit", "seed": seed, "epochs": epochs, "lr": 1e-3, "batch_size": 256, "weight_decay": 0.05}
     return {
         "mode": mode,
@@ -226,7 +227,7 @@ def identity_of(name: str, patch: int, mode: str, epochs: int, seed: int, teache
         "data": {"name": "imagenette", "digest": "9f31c0de55aa10f2"},
         "config": config,
         "seed": seed,
-        "teacher": teacher or None,
+        "teacher": teacher,
     }
 
 

@@ -227,6 +227,49 @@ def test_settings_are_told_apart(tmp_path: Path) -> None:
     assert apart(contents.settings[:1]) == [contents.settings[0].title]
 
 
+def test_teachers_of_two_seeds_are_two_settings(tmp_path: Path) -> None:
+    """The patches of one setting have a teacher each; another seed of teachers is another setting, and said to be."""
+    stores = [
+        write_store(tmp_path / str(n), mode="distil", mechanisms=["softmax", "qt"], teacher_seed=n) for n in (0, 3)
+    ]
+    contents = gather(stores)
+    assert [len(setting.rows) for setting in contents.settings] == [6, 6]
+    assert apart(contents.settings) == ["Teacher of seed 0", "Teacher of seed 3"]
+    assert {row.delta.seeds for setting in contents.settings for row in setting.rows if row.delta} == {3, 1}
+
+
+def test_a_setting_takes_in_runs_from_before_a_field_was_there(tmp_path: Path) -> None:
+    """What a recipe did not have yet, has as its default, or does without effect, does not part its runs."""
+    store = write_store(tmp_path, mechanisms=["softmax", "qt"], patches=[4])
+    for file in sorted(store.glob("runs/*.json"))[:2]:
+        data = json.loads(file.read_text())
+        data["identity"]["config"] |= {
+            "clip_value": None,
+            "repeats": 1,
+            "ema_ramp": 0,
+            "eval_epochs": 7,
+            "epochs": 30.0,
+        }
+        file.write_text(json.dumps(data))
+    assert len(gather([store]).settings) == 1
+    data["identity"]["config"]["clip_value"] = 0.5
+    file.write_text(json.dumps(data))
+    assert len(gather([store]).settings) == 2
+
+
+def test_times_of_two_chips_stand_in_no_one_column(tmp_path: Path) -> None:
+    store = write_store(tmp_path, mechanisms=["softmax", "qt"], patches=[4])
+    for file in store.glob("speeds/*.json"):
+        data = json.loads(file.read_text())
+        if data["label"]["candidate"] == "qt":
+            data["rows"] = [row for row in data["rows"] if row["device"] == "cpu"]
+            file.write_text(json.dumps(data))
+    text = markdown(gather([store]))
+    rows = {line.split(" | ")[0]: line.split(" | ")[-3:] for line in text.splitlines() if line.count(" | ") == 8}
+    assert rows["| qt"] == ["–", "–", "– |"] and "–" not in rows["| softmax"][0]
+    assert "Latency, images per second and memory: NVIDIA H200, bf16, CUDA graph." in text
+
+
 def test_a_loss_that_is_not_ruled_out_is_named(tmp_path: Path) -> None:
     contents = gather([write_store(tmp_path, mechanisms=["softmax", "stella"], patches=[4])])
     delta = row_of(contents, "stella").delta

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from linvit.comparison.engines import Summary, Watch
     from linvit.comparison.estimate import Guess, Row
     from linvit.comparison.grid import Task
+    from linvit.comparison.report.reading import Timing
     from linvit.comparison.report.rows import Row as Result
     from linvit.comparison.report.rows import Setting
     from linvit.comparison.request import Request
@@ -58,7 +59,7 @@ def print_left_out(request: Request, file: TextIO) -> None:
 
 def grid_cells(row: Row) -> list[str]:
     name = f"{row.candidate} (teacher)" if row.kind == "teacher" else row.candidate
-    seeds = ",".join(str(task.label["seed"]) for task in row.tasks)
+    seeds = ",".join(dict.fromkeys(str(task.label["seed"]) for task in row.tasks))  # of several budgets once
     size = [str(row.patch or "–"), str(row.size), seeds, f"{row.parameters / 1e6:.2f}", f"{row.macs / 1e6:,.0f}"]
     spent = "–" if row.seconds is None else duration(row.seconds)
     return [name, *size, str(row.tokens or "–"), str(len(row.left)), spent]
@@ -185,7 +186,7 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
         {"key": key, "label": by_key[key].label, "error": store.failures(key)[-1]["error"]} for key in summary.failed
     ]
     if as_json:
-        rows = [row_json(row) for setting in found for row in setting.rows if row.first.candidate_key in keys]
+        rows = [row for setting in found for row in setting_json(setting, keys)]
         counts = {"done": summary.done, "earlier": summary.earlier, "missing": summary.missing}
         print_json({"store": str(store.folder), **counts, "failed": failed, "rows": rows, "notes": store.notes})
         return
@@ -204,29 +205,31 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
 
 
 def print_setting(setting: Setting, keys: list[str]) -> None:
+    from linvit.comparison.report.answer import at_own_size, clock_of
+
     rows = [row for row in setting.rows if row.first.candidate_key in keys]
     rows.sort(key=lambda row: keys.index(row.first.candidate_key))
     if not rows:
         return
     made = table(candidate=14, patch=-5, **{"top-1": -12, "to softmax": -14, "params M": -8, "MACs M": -7, "ms": -7})
+    clock = clock_of(rows, many=False)
     for row in rows:
-        made.add_row(*result_cells(row))
+        made.add_row(*result_cells(row, at_own_size(row, clock)))
     out = console()
     out.print(setting.title, style="bold")
     out.print(made)
-    out.print(
-        "± is the 95 % interval over seeds; “to softmax” is paired over seeds and images; ms is one image on the "
-        f"fastest device timed, at {rows[0].first.size} px.",
-        style="italic",
-    )
+    notes = ["± is the 95 % interval over seeds", "“to softmax” is paired over seeds and images"]
+    notes += [f"ms is one image of {rows[0].first.size} px on {clock.chip}"] if clock else []
+    out.print("; ".join(notes) + ".", style="italic")
 
 
-def result_cells(row: Result) -> list[str]:
+def result_cells(row: Result, timing: Timing | None) -> list[str]:
     top1 = f"{row.top1.mean:.2f}" + (f" ±{half(row.top1.interval):.2f}" if row.top1.interval else "")
     delta = "–"
     if row.delta is not None:
         delta = f"{row.delta.mean:+.2f}" + (f" ±{half(row.delta.interval):.2f}" if row.delta.interval else "")
-    parameters, macs, latency = row.mean("model", "parameters"), row.mean("model", "macs"), milliseconds(row)
+    parameters, macs = row.mean("model", "parameters"), row.mean("model", "macs")
+    latency = None if timing is None else timing.median
     return [
         row.name,
         str(row.first.patch or "–"),
@@ -242,17 +245,14 @@ def half(interval: tuple[float, float]) -> float:
     return (interval[1] - interval[0]) / 2
 
 
-def milliseconds(row: Result) -> float | None:
-    """The latency of one image at the trained size, on the GPU where one was timed."""
-    single = [speed for speed in row.speeds if speed.what == "inference" and not speed.many]
-    for speed in sorted(single, key=lambda speed: speed.device != "cuda"):
-        at = next((timing.median for timing in speed.ladder if timing.size == row.first.size), None)
-        if at is not None:
-            return at
-    return None
+def setting_json(setting: Setting, keys: list[str]) -> list[dict[str, Any]]:
+    from linvit.comparison.report.answer import at_own_size, clock_of
+
+    clock = clock_of(setting.rows, many=False)
+    return [row_json(row, at_own_size(row, clock)) for row in setting.rows if row.first.candidate_key in keys]
 
 
-def row_json(row: Result) -> dict[str, Any]:
+def row_json(row: Result, timing: Timing | None) -> dict[str, Any]:
     return {
         "candidate": row.first.candidate,
         "kind": "teacher" if row.is_teacher else "run",
@@ -264,5 +264,5 @@ def row_json(row: Result) -> dict[str, Any]:
         "difference_interval": row.delta.interval if row.delta is not None else None,
         "parameters": row.mean("model", "parameters"),
         "macs": row.mean("model", "macs"),
-        "milliseconds": milliseconds(row),
+        "milliseconds": None if timing is None else timing.median,
     }

@@ -46,15 +46,20 @@ def key_of(identity: Mapping[str, Any]) -> str:
     """The key of a task's identity."""
     counted = dict(identity)
     if "config" in counted:
-        given = counted["config"].items()
-        counted["config"] = {
-            name: value
-            for name, value in given
-            if name not in FREE and (name not in DEFAULTS or simple(value) != simple(DEFAULTS[name]))
-        }
+        counted["config"] = counted_config(counted["config"])
     for name in ("data", "teacher"):
         counted[name] = essence(counted[name]) if name in counted else None
     return digest({name: value for name, value in counted.items() if value is not None})
+
+
+def counted_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a recipe what counts: what is not free to differ, not the default, and not about a mean that is not taken."""
+    idle = set(FREE) if config.get("ema") else {*FREE, "ema_ramp"}
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in idle and (name not in DEFAULTS or simple(value) != simple(DEFAULTS[name]))
+    }
 
 
 def essence(named: Mapping[str, Any] | None) -> Any:

@@ -91,6 +91,17 @@ def clocks(rows: Sequence[Row]) -> list[Speed]:
     return sorted(found.values(), key=lambda speed: (speed.device == "cpu", not speed.many, speed.chip))
 
 
+def clock_of(rows: Sequence[Row], *, many: bool) -> Speed | None:
+    """What one table times its rows with: times of two chips never stand in one column."""
+    return next((clock for clock in clocks(rows) if clock.many == many), None)
+
+
+def at_own_size(row: Row, clock: Speed | None) -> Timing | None:
+    """Its inference by that clock at the size it was trained at."""
+    timings = (t for speed in row.speeds if clock is not None and speed.same_clock(clock) for t in speed.ladder)
+    return next((timing for timing in timings if timing.size == row.first.size), None)
+
+
 def picks(rows: Sequence[Row], clock: Speed, tolerance: float) -> Ladder:
     fit = [row for row in rows if row.first.candidate == BASELINE or (row.delta and row.delta.mean >= -tolerance)]
     timed: dict[int, list[tuple[Timing, Row]]] = defaultdict(list)

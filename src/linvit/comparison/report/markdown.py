@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from linvit.comparison.report.answer import clocks, main_rows
+from linvit.comparison.report.answer import at_own_size, clock_of, clocks, main_rows
 from linvit.comparison.report.caveats import caveats, hardware, inferred, method
 from linvit.comparison.report.contents import Contents
 from linvit.comparison.report.published import Claim, Ranking, claims, rankings
@@ -61,6 +61,7 @@ def results(setting: Setting, rows: Sequence[Row]) -> str:
     distil = setting.mode == "distil"
     heads = ["candidate", "top-1, %", "Δ softmax, points", *(["zero-shot, %", "agrees, %", "KL"] if distil else [])]
     heads += ["seeds", "parameters", "MACs", "latency, ms", "images/s", "memory"]
+    single, batch = (clock_of(rows, many=many) for many in (False, True))
     lines = []
     for row in rows:
         ends, delta = row.interval, row.delta
@@ -69,29 +70,25 @@ def results(setting: Setting, rows: Sequence[Row]) -> str:
         cells.append(f"{minus(f'{delta.mean:+.2f}')} {interval(delta.interval)}".strip() if delta else "–")
         if distil:
             cells += [three(row.mean("conversion", name)) for name in ("zero_shot", "agreement", "kl")]
-        one, many = at_own_size(row, many=False), at_own_size(row, many=True)
+        one, many = at_own_size(row, single), at_own_size(row, batch)
         cells += [str(len(row.runs)), *(short(row.first.number("model", name)) for name in ("parameters", "macs"))]
         cells.append(three(one.median if one else None))
         cells += [count(many.images_per_second), megabytes(many.peak_bytes)] if many else ["–", "–"]
         lines.append(cells)
-    return table(heads, lines)
+    chips = dict.fromkeys(clock.chip for clock in (single, batch) if clock)
+    timed = f"\n\nLatency, images per second and memory: {plain(listing(list(chips)))}." if chips else ""
+    return table(heads, lines) + timed
 
 
 def front(rows: Sequence[Row]) -> str:
     """Which candidates nobody beats in accuracy and throughput both."""
-    timings = [(row, at_own_size(row, many=True)) for row in rows]
+    clock = clock_of(rows, many=True)
+    timings = [(row, at_own_size(row, clock)) for row in rows]
     timed = [(row, 1 / t.images_per_second) for row, t in timings if t is not None and t.images_per_second]
     if len(timed) < 2:
         return ""
     best = pareto_front([cost for _, cost in timed], [row.top1.mean for row, _ in timed])
     return f"Nothing here is both faster and more accurate than {plain(listing([timed[i][0].name for i in best]))}."
-
-
-def at_own_size(row: Row, *, many: bool) -> Timing | None:
-    """Its inference on the first chip, at the size it was trained at or the least there is."""
-    found = [s for s in row.speeds if s.what == "inference" and s.many == many]
-    ladder = min(found, key=lambda s: (s.device == "cpu", s.chip)).ladder if found else ()
-    return next((t for t in ladder if t.size == row.first.size), ladder[0] if ladder else None)
 
 
 def speeds(rows: Sequence[Row], clock: Speed) -> str:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from linvit.comparison.identity import counted_config, simple
 from linvit.comparison.store import Store
 from linvit.errors import LinvitError
 
 KINDS = ("teacher", "run", "speed", "failure")
 VERSION = 1
-OWN = ("seed", "teacher", "input_size")  # of a recipe's config: what tells runs of one setting apart
+OWN = ("seed", "teacher", "input_size", "eval_epochs")  # of a recipe's config: what runs of one setting may differ in
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,8 @@ def run(data: dict[str, Any], notes: list[str]) -> Run:
         "mode": label["mode"],
         "architecture": identity.get("architecture"),
         "data": get(identity, "data", "digest") or get(data, "data", "digest"),
-        "config": {k: v for k, v in (identity.get("config") or {}).items() if k not in OWN},
+        "config": shared_config(identity),
+        "teacher": school(identity.get("teacher")),
     }
     return Run(
         key=str(data["key"]),
@@ -159,6 +161,20 @@ def run(data: dict[str, Any], notes: list[str]) -> Run:
         right=right(data, top1, notes),
         data=data,
     )
+
+
+def shared_config(identity: dict[str, Any]) -> Any:
+    """What the runs of one setting have in common of their recipe; fields that came later stand for their defaults."""
+    counted = counted_config(identity.get("config") or {})
+    return simple({name: value for name, value in counted.items() if name not in OWN})
+
+
+def school(teacher: Any) -> Any:
+    """How a teacher came about. Candidates of one setting may have several, one for each patch and resolution."""
+    trained = get(teacher, "identity")
+    if not isinstance(trained, dict):
+        return teacher_of(teacher)
+    return [trained.get("architecture"), trained.get("seed"), shared_config(trained)]
 
 
 def teacher_of(value: Any) -> str:

@@ -135,11 +135,18 @@ def settings(results: Results) -> list[Setting]:
     add_speeds([row for rows in by_setting.values() for row in rows], results.timings)
     made = [Setting(key, title(rows), rows[0].first.mode, tuple(rows)) for key, rows in by_setting.items()]
     made.sort(key=lambda setting: (-sum(not row.is_teacher for row in setting.rows), setting.mode != "scratch"))
-    titles = [setting.title for setting in made]
-    return [
-        replace(setting, title=f"{setting.title} ({setting.key[:4]})") if titles.count(setting.title) > 1 else setting
-        for setting in made
-    ]
+    for tell in (teacher_seed, lambda setting: f" ({setting.key[:4]})"):
+        titles = [setting.title for setting in made]
+        made = [
+            replace(setting, title=setting.title + tell(setting)) if titles.count(setting.title) > 1 else setting
+            for setting in made
+        ]
+    return made
+
+
+def teacher_seed(setting: Setting) -> str:
+    seed = setting.rows[0].first.get("identity", "teacher", "identity", "seed")
+    return "" if seed is None else f", teacher of seed {seed}"
 
 
 def title(rows: Sequence[Row]) -> str:
