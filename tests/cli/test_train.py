@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from linvit import load
+from linvit import load, save
 from linvit.training.logs import read_log
 from tests.cli.conftest import Outcome
 
@@ -59,6 +59,17 @@ def test_fast_converts_aligns_and_learns(linvit: Linvit, teacher: Path, tmp_path
     other = linvit("train", str(teacher / "best"), "--data=digits", *args, "--resume", "--set=lr=1")
     assert other.code == 2 and "was begun with lr=0.0005: resume it so" in other.err
     assert linvit("show", "masks", str(tmp_path / "run"), "--json").code == 0
+
+
+def test_a_recipe_knows_the_model_in_a_folder(linvit: Linvit, tmp_path: Path) -> None:
+    """Not the folder's own name: MixA mixes no images for DeiT-T, and does for others."""
+    model = timm.create_model("deit_tiny_patch16_224", num_classes=10, **SHAPE)
+    save(model, tmp_path / "swin_small", model_name="deit_tiny_patch16_224", model_args={"num_classes": 10, **SHAPE})
+    args = ["--data=digits", "--plan=stella", "--recipe=mixa", "--set=randaugment=none", *QUICK]
+    outcome = linvit("train", str(tmp_path / "swin_small"), *args, "-o", str(tmp_path / "run"), "--json")
+    assert outcome.code == 0, outcome.err
+    config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert (config["recipe"], config["mixup"], config["label_smoothing"]) == ("mixa", 0, 0)
 
 
 def test_eval(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:

@@ -99,6 +99,16 @@ def test_the_same_result_whatever_ran_before(tmp_path: Path) -> None:
     assert without_timings(late) == alone
 
 
+def test_a_second_seed_of_a_drop_path_that_grows(tmp_path: Path) -> None:
+    """What a training adds to a model to know how far it is, is no weight of the next seed's."""
+    grows = ("drop_path=0.1", "drop_path_rule=ramped")
+    first, second = tasks("stella", seeds=[0, 1], settings=grows)
+    alone = without_timings(execute(second, Store(tmp_path / "a"), device="cpu"))
+    running.SHARED = Shared()
+    execute(first, Store(tmp_path / "b"), device="cpu")
+    assert without_timings(execute(second, Store(tmp_path / "b"), device="cpu")) == alone
+
+
 def test_threads_do_not_change_a_result(tmp_path: Path) -> None:
     (task,) = tasks("stella")
     results = []
@@ -229,5 +239,6 @@ def test_affinity_is_what_seeds_share() -> None:
 def test_recipes_come_back_from_plain_data(name: str) -> None:
     config = recipe(name)
     assert read_config(json.loads(json.dumps(config.to_dict()))) == config
+    assert read_config({**config.to_dict(), "sparse_empty": 1e-3}) == config, "a field that is gone"
     with pytest.raises(LinvitError, match="knows no setting 'lrr'"):
         read_config({"lrr": 1})

@@ -77,6 +77,21 @@ def test_batch_norm_is_measured_over_processes() -> None:
     assert norm.running_mean.tolist() == [3, 5] and norm.running_var.tolist() == [3, 9]
 
 
+def test_mesa_is_gone_after_a_run_that_failed() -> None:
+    steps: list[int] = []
+
+    def failing(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        steps.append(1)
+        if len(steps) == 4:
+            raise RuntimeError("a mistake")
+        return cross_entropy(model, images, targets)
+
+    model = small_model()
+    with pytest.raises(RuntimeError, match="a mistake"):
+        train(model, objective=failing, ema=0.5, mesa=1.0)
+    assert not model._forward_hooks
+
+
 def test_mesa_takes_outputs_with_names() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

@@ -58,7 +58,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
     """An uninterrupted run: its folder, weights and average."""
     folder = tmp_path_factory.mktemp("whole")
     made, _ = train(rich_model(), folder, **RICH)
-    assert made.average is not None and made.masks.annealing
+    assert made.average is not None and made.masks.names
     return folder, weights(made.model), weights(made.average.model)
 
 

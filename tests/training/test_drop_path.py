@@ -39,7 +39,8 @@ def test_efficientvit_gets_a_place() -> None:
     names = list(model.state_dict())
     assert set_drop_path(model, 0.4, skip=2, rule="ramped")
     assert list(model.state_dict()) == names
-    drops = [m.drop_path for m in model.modules() if isinstance(m, ResidualBlock) and m.shortcut is not None]
+    drops = [m.drop_path for m in model.stages.modules() if isinstance(m, ResidualBlock) and m.shortcut is not None]
+    assert not hasattr(model.stem.res0, "drop_path"), "the stem is not dropped and does not count"
     assert [getattr(drop, "rate", 0.0) for drop in drops[:2]] == [0, 0]
     rest = len(drops) - 2
     assert [drop.rate for drop in drops[2:]] == pytest.approx([0.4 * (i + 1) / rest for i in range(rest)])

@@ -1,4 +1,4 @@
-"""Castling's masks are logged for every step and layer and annealed where they do not empty."""
+"""Castling's masks are logged for every step and layer and annealed to nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import linvit
 from linvit.attention.castling import Castling
 from linvit.training.logs import read_log
 from linvit.training.masks import Masks
-from tests.training.toys import engine, small_model, train
+from tests.training.toys import engine, same, small_model, train, weights
 
 
 def castled(threshold: float | None = 0.1) -> torch.nn.Module:
@@ -34,17 +34,30 @@ def test_the_branch_is_annealed_to_nothing(tmp_path: Path) -> None:
         assert torch.allclose(model.train()(images), model.eval()(images), atol=1e-6)
 
 
-def test_a_mask_that_is_empty_is_left_alone(tmp_path: Path) -> None:
-    made, _ = train(castled(threshold=1.0), tmp_path, log_steps=1)
-    assert not made.masks.annealing and made.masks.scale(7) == 1
-    assert all(r["kept"]["share"] == [[0, 0]] for r in read_log(tmp_path) if r["kind"] == "train")
+def test_an_empty_mask_loses_nothing(tmp_path: Path) -> None:
+    models = [castled(threshold=1.0) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, share in zip(models, (0.5, 0.0), strict=True):
+        folder = tmp_path / str(share)
+        train(model, folder, log_steps=1, sparse_anneal=share)
+        assert all(r["kept"]["share"] == [[0, 0]] for r in read_log(folder) if r["kind"] == "train")
+    assert same(weights(models[0]), weights(models[1]))
+
+
+def test_a_second_training_begins_with_the_whole_branch(tmp_path: Path) -> None:
+    model = castled()
+    for name in "ab":
+        train(model, tmp_path / name, sparse_anneal=0.5, log_steps=1)
+        assert next(r["kept"]["scale"] for r in read_log(tmp_path / name) if r["kind"] == "train") == 1
+    made = engine(model)
+    made.masks.before(0)
+    assert all(m.sparse_scale == 1 for m in model.modules() if isinstance(m, Castling))
 
 
 def test_scale_is_half_a_cosine() -> None:
-    masks = Masks(castled(), anneal=0.4, empty=0.0, steps=10)
-    masks.annealing = True
-    assert masks.due(5) and not masks.due(4)
-    assert [round(masks.scale(step), 4) for step in range(6, 10)] == [0.8536, 0.5, 0.1464, 0]
+    masks = Masks(castled(), anneal=0.4, steps=10)
+    assert [round(masks.scale(step), 4) for step in range(5, 10)] == [1, 0.8536, 0.5, 0.1464, 0]
+    assert all(Masks(castled(), anneal=0, steps=10).scale(step) == 1 for step in range(10))
 
 
 def test_annealing_over_the_whole_training(tmp_path: Path) -> None:

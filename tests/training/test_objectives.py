@@ -40,6 +40,18 @@ def test_stages_get_their_objectives() -> None:
     assert isinstance(plain.objective, Supervised) and plain.objective.smoothing == 0.1
 
 
+def test_features_count_without_distillation_too() -> None:
+    """And what is solved asks a teacher, whatever the loss is."""
+    teacher, student = pair()
+    images, targets = next(ToySource().epoch(0))
+    config = override(FAST, ["distillation=none", "stages.align.epochs=0", "stages.features.epochs=0"])
+    assert config.needs_teacher
+    (phase,) = make_phases(config, student, teacher)
+    found = phase.objective(student, images, targets)
+    torch.testing.assert_close(found["loss"], found["labels"] + 0.1 * found["features"])
+    assert override(Config(), ["distillation=none"]).needs_teacher is False
+
+
 def test_a_teacher_is_needed() -> None:
     with pytest.raises(LinvitError, match="recipe fast learns from a teacher"):
         make_phases(FAST, small_model("stella"))

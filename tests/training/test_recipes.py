@@ -32,6 +32,9 @@ PINNED = {
     },
     ("castling", "mvitv2_base"): {"drop_path": 0.3},
     ("castling", "deit_tiny_patch16_224"): {"distillation": "hard", "epochs": 300},
+    ("castling", "mobilevit_s"): {"distillation": "hard", "epochs": 300},  # no LeViT, for all its name
+    ("castling", "samvit_base_patch16"): {"distillation": "hard", "clip_norm": None},  # no MViT
+    ("castling", "castling_levit_128"): {"distillation": "token", "epochs": 1000},
     ("castling", "castling_deit_tiny_distilled"): {"distillation": "token", "epochs": 300},
     ("qtvit", "qtvit_1"): {
         **{"epochs": 320, "warmup_epochs": 20, "warmup_lr": 0, "warmup_prefix": True, "peak_lr": 2e-3},
@@ -52,9 +55,17 @@ PINNED = {
         **{"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "erasing": 0, "batch_size": 768, "drop_path": 0.2},
     },
     ("mobile", "efficientformerv2_s2"): {
-        **{"drop_path": 0.02, "peak_lr": 1e-3, "weight_decay": 0.025, "clip_agc": 0.01, "distillation": "token"},
+        **{
+            "warmup_lr": 1e-5,
+            "drop_path": 0.02,
+            "peak_lr": 1e-3,
+            "weight_decay": 0.025,
+            "clip_agc": 0.01,
+            "distillation": "token",
+        },
     },
-    ("mobile", "pvt_v2_b3"): {"drop_path": 0.3, "erasing": 0.25, "clip_norm": None},
+    ("mobile", "pvt_v2_b3"): {"drop_path": 0.3, "erasing": 0.25, "clip_norm": 1.0},
+    ("mobile", "pvt_v2_b0"): {"drop_path": 0.1, "clip_norm": None},
     ("mobile", "mobile_deit_tiny"): {"drop_path": 0.1, "erasing": 0.25, "clip_norm": None, "batch_size": 1024},
     ("fair", ""): {
         **{"peak_lr": 5e-4, "weight_decay": 0.05, "clip_norm": 5.0, "min_lr": 5e-6, "warmup_epochs": 20},
@@ -86,7 +97,7 @@ def test_fast_has_three_stages() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_say_where_they_come_from(name: str) -> None:
     text = RECIPES[name].__doc__ or ""
-    assert name in ("deit", "finetune", "distil", "fast") or "nferred" in text
+    assert name in ("deit", "finetune", "distil", "fast") or "nferred" in text or "Different from it" in text
 
 
 def test_every_field_can_be_set() -> None:

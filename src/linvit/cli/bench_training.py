@@ -9,7 +9,7 @@ import typer
 from linvit.cli.arguments import Loader, ModelArg, Root, Settings, Workers, pairs
 from linvit.cli.bench import Device, Output, Resume, default_path, find_device
 from linvit.cli.output import Json, print_json, progress
-from linvit.cli.train import start
+from linvit.cli.train import name_of, start
 
 
 def training(
@@ -48,7 +48,7 @@ def training(
     from linvit.training.recipes import recipe as named_recipe
 
     place = find_device(device)
-    config = override(named_recipe(recipe, model), set_ or [])
+    config = override(named_recipe(recipe, name_of(model)), set_ or [])
     args = pairs(model_arg, "--model-arg")
     train, _ = open_data(data, root=root)
     names = ["softmax", *(name.strip() for name in to.split(",") if name.strip() not in ("", "softmax"))]

@@ -59,7 +59,7 @@ def train(
     from linvit.training.processes import make_accelerator, part
     from linvit.training.recipes import recipe as named_recipe
 
-    config = override(named_recipe(recipe, model), set_ or [])
+    config = override(named_recipe(recipe, name_of(model)), set_ or [])
     args = pairs(model_arg, "--model-arg")
     chosen = read_plan(plan, None, "first", "", pairs(option, "--option")) if plan else None
     if output.is_file():
@@ -104,6 +104,13 @@ def train(
         print_json(summary(outcome, output, None if report is None else str(report).splitlines()[0]))
     else:
         print_outcome(outcome, output)
+
+
+def name_of(model: str) -> str:
+    """The name that a recipe may go by: of a saved model its own, not its folder's."""
+    from linvit.conversion.saving import read_config
+
+    return str(read_config(Path(model))["model"]) if Path(model).is_dir() else model
 
 
 def start(model: str, pretrained: bool, args: dict[str, Any], classes: int | None, seed: int) -> nn.Module:

@@ -18,7 +18,7 @@ import numpy as np
 
 from linvit.errors import LinvitError
 from linvit.tasks.classify.data import Digits, Images, open_data
-from linvit.training.config import Config
+from linvit.training.config import RETIRED, Config
 from linvit.training.engine import FREE
 
 SIZED = 10_000  # so many images' file sizes go into a set's digest; the names of all do
@@ -54,7 +54,7 @@ def key_of(identity: Mapping[str, Any]) -> str:
 
 def counted_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of a recipe what counts: what is not free to differ, not the default, and not about a mean that is not taken."""
-    idle = set(FREE) if config.get("ema") else {*FREE, "ema_ramp"}
+    idle = {*FREE, *RETIRED} if config.get("ema") else {*FREE, *RETIRED, "ema_ramp"}
     return {
         name: value
         for name, value in config.items()

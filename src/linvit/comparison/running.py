@@ -35,7 +35,7 @@ from linvit.measurement.parameters import count_parameters
 from linvit.measurement.record import environment, package
 from linvit.tasks.classify.fitting import Fitting, check_same
 from linvit.tasks.classify.metrics import Evaluation
-from linvit.training.config import Config, Stage
+from linvit.training.config import RETIRED, Config, Stage
 from linvit.training.logs import read_log
 from linvit.training.processes import make_accelerator
 from linvit.training.repeating import repeatable
@@ -206,6 +206,7 @@ def clear_foreign(work: Path, fitting: Fitting) -> None:
 def read_config(data: dict[str, Any]) -> Config:
     """The recipe's values from plain data."""
     known = {field.name for field in fields(Config)}
+    data = {name: value for name, value in data.items() if name not in RETIRED}
     odd = sorted(data.keys() - known)
     if odd:
         raise LinvitError(f"this linvit knows no setting '{odd[0]}': upgrade it")

@@ -153,10 +153,15 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Make the target what the source is, in the tensors it has."""
-    for (name, new), (place, old) in zip(tensors(source), tensors(target), strict=True):
-        assert name == place and new.shape == old.shape
-        old.copy_(new)
+    """Make the target what the source is, in the tensors it has. A training that ended may have added some that are no
+    weights (how far it had got), which the next one sets itself."""
+    new = dict(tensors(source))
+    saved = {*target.state_dict(), *dict(target.named_parameters())}
+    for name, old in tensors(target):
+        assert name in new or name not in saved, f"{name} is not in the source"
+        if name in new:
+            assert new[name].shape == old.shape
+            old.copy_(new[name])
     target.zero_grad(set_to_none=True)
     target.train()  # models that remember something of an evaluation forget it here
 

@@ -37,8 +37,9 @@ NOT_NEGATIVE = (
 )
 SHARES = (
     *("flip", "erasing", "mixup_prob", "mixup_switch", "label_smoothing", "distillation_weight", "drop_path"),
-    *("mesa_start", "sparse_anneal", "sparse_empty"),
+    *("mesa_start", "sparse_anneal"),
 )
+RETIRED = ("sparse_empty",)  # fields of earlier results that no longer mean anything
 OBJECTIVES = ("alignment", "features", "supervised")
 INPUTS = ("teacher", "student")
 
@@ -141,9 +142,7 @@ class Config:
     mesa: float = 0  # weight of the loss against the moving average of the weights
     mesa_start: float = 0.25  # share of the training after the warm-up before it
 
-    # Castling's softmax branch: annealed over the last part of the training unless it has emptied by itself.
-    sparse_anneal: float = 0.2
-    sparse_empty: float = 1e-3  # the share of non-zeros that counts as empty
+    sparse_anneal: float = 0.2  # the last part of the training, over which Castling's softmax branch goes to nothing
 
     # Evaluation, log and checkpoints.
     bn_images: int = 0  # images to measure BatchNorm's statistics again with before an evaluation
@@ -190,7 +189,8 @@ class Config:
 
     @property
     def needs_teacher(self) -> bool:
-        return self.distillation != "none" or any(stage.objective != "supervised" for stage in self.stages)
+        aligned = any(s.objective != "supervised" or s.fit or s.features for s in self.stages)
+        return self.distillation != "none" or aligned
 
     @property
     def needs_labels(self) -> bool:

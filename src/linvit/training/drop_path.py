@@ -33,8 +33,9 @@ def places(owner: nn.Module) -> list[str]:
 
 
 def give_places(model: nn.Module) -> None:
-    """timm's EfficientViT has no drop path. Its residual blocks get a place for one; their weights keep their names."""
-    for module in model.modules():
+    """timm's EfficientViT has no drop path. The residual blocks of its stages get a place for one, as in its released
+    code, the stem's do not; their weights keep their names."""
+    for module in getattr(model, "stages", model).modules():
         if type(module) is ResidualBlock and isinstance(module.shortcut, nn.Identity):
             module.__class__ = DroppedResidual
             module.drop_path = nn.Identity()

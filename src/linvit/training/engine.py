@@ -87,15 +87,16 @@ class Engine:
         counts = [max(1, round(phase.stage.epochs * self.epoch_steps)) for phase in phases]
         self.ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         self.steps, self.step = self.ends[-1], 0
+        self.objective: Objective = self.phases[0].objective
         self.average = Average(self.model, config.ema, config.ema_ramp) if config.ema is not None else None
-        self.masks = Masks(self.model, anneal=config.sparse_anneal, empty=config.sparse_empty, steps=self.steps)
+        self.masks = Masks(self.model, anneal=config.sparse_anneal, steps=self.steps)
         self.paths = [module.progress for module in self.model.modules() if isinstance(module, RampedDropPath)]
         self.window = Window(accelerator)
         settings = {key: value for key, value in config.to_dict().items() if key not in FREE}
         own = {"config": settings, "layers": layers_of(self.model), **(identity or {})}
         seconds = config.checkpoint_seconds
         mark = fingerprint(own, self.model.state_dict())
-        self.keeper = Keeper(accelerator, folder, mark, self.model, self.average, self.masks, seconds, models)
+        self.keeper = Keeper(accelerator, folder, mark, self.model, self.average, seconds, models)
         self.speeds: list[float] = []
         self.before = ""  # in words, how the last window that was logged went
         self.strict = config.deterministic
@@ -140,8 +141,8 @@ class Engine:
                 self.keeper.finish()
         finally:
             self.log.close()
-            for phase in self.phases:  # a step that failed leaves its objective listening
-                getattr(phase.objective, "rest", lambda: None)()
+            for objective in (self.objective, *(phase.objective for phase in self.phases)):
+                getattr(objective, "rest", lambda: None)()  # a step that failed leaves its objective listening
             for parameter, learnt in learning.items():
                 parameter.requires_grad_(learnt)
         best = self.keeper.best[1] if self.keeper.best is not None else {}
@@ -170,7 +171,7 @@ class Engine:
             captures(config, self.accelerator), lambda text: self.log.add("note", self.step, {"text": text})
         )
         schedule = stage_schedule(config, stage, end - start, self.epoch_steps)
-        self.objective: Objective = phase.objective
+        self.objective = phase.objective
         self.masks.asleep = stage.objective != "supervised"  # alignment is to what is left for inference
         mesa = None
         if config.mesa and self.average is not None and stage.objective == "supervised":
@@ -202,7 +203,7 @@ class Engine:
                 self.keeper.save(self.step, self.optimiser, self.window.bad, self.window.spent)
                 self.window.start_clock()
         if mesa is not None:
-            mesa.hook.remove()
+            mesa.rest()
         return metrics
 
     def take_step(self, compute: Step, lr: float) -> None:
@@ -226,9 +227,6 @@ class Engine:
             self.work(compute, ((resized(images, self.config, self.step), targets) for images, targets in batches))
         self.window.count(parts)
         self.masks.after(self.step)
-        if self.masks.due(self.step):
-            kept = self.accelerator.reduce(torch.stack(self.masks.kept), reduction="mean")
-            self.masks.annealing = bool(kept.max() > self.masks.empty)
 
     def work(self, compute: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         """What a step does on the device, from its batches to the moved weights."""

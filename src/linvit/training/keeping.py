@@ -16,7 +16,6 @@ from linvit.conversion.saving import save
 from linvit.errors import LinvitError
 from linvit.training.average import Average
 from linvit.training.checkpoints import Checkpoints, pack_optimiser, unpack_optimiser
-from linvit.training.masks import Masks
 
 Restored = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -31,11 +30,10 @@ class Keeper:
         fingerprint: str,
         model: nn.Module,
         average: Average | None,
-        masks: Masks,
         seconds: float,
         models: bool = True,
     ) -> None:
-        self.accelerator, self.model, self.average, self.masks = accelerator, model, average, masks
+        self.accelerator, self.model, self.average = accelerator, model, average
         self.folder, self.seconds = folder, seconds
         if folder is not None and models:
             origin(model, None, None, layers_of(model))  # whether it can be saved: better known now than in the end
@@ -66,7 +64,6 @@ class Keeper:
         scaler = self.accelerator.scaler
         state = {
             "optimiser": rest,
-            "annealing": self.masks.annealing,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "best": self.best[1] if self.best is not None else None,
             "processes": self.accelerator.num_processes,
@@ -84,7 +81,6 @@ class Keeper:
         self.model.load_state_dict(part(tensors, "model"))
         if self.average is not None:
             self.average.model.load_state_dict(part(tensors, "average"))
-        self.masks.annealing = state["annealing"]
         if self.accelerator.scaler is not None and state["scaler"]:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         if state["best"] is not None:

@@ -27,6 +27,11 @@ class Mesa:
         out = getattr(out, "logits", out)
         self.output = out[0] if isinstance(out, tuple | list) else out
 
+    def rest(self) -> None:
+        """Listen no more."""
+        self.hook.remove()
+        self.output = None
+
     def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
         entries = self.objective(model, images, targets)
         if not self.active or self.output is None:

@@ -43,7 +43,8 @@ def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher
     if stage.objective == "features" and teacher is not None:
         return FeatureAlignment(teacher, student, logits=stage.logits, temperature=config.temperature)
     supervised = Supervised(config.loss, smoothing=config.label_smoothing)
-    if config.distillation == "none" or teacher is None:
+    plain = config.distillation == "none"
+    if teacher is None or (plain and not stage.features):
         return supervised
     blocks: list[str] = []
     if stage.features:
@@ -52,8 +53,8 @@ def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher
     return Distillation(
         teacher,
         student,
-        kind=config.distillation,
-        weight=config.distillation_weight,
+        kind="soft" if plain else config.distillation,
+        weight=0.0 if plain else config.distillation_weight,
         temperature=config.temperature,
         supervised=supervised,
         features=blocks,

@@ -6,6 +6,7 @@ A paper trains its models differently, so a recipe may look at the model's name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -97,7 +98,7 @@ def castling(model: str = "") -> Config:
     """
     name = model.lower()
     base = replace(deit(), recipe="castling")
-    if "mvit" in name:
+    if is_a("mvit", name):
         return replace(
             base,
             lr=2.5e-4,
@@ -114,9 +115,9 @@ def castling(model: str = "") -> Config:
             drop_path=0.3 if "base" in name else 0.1,
             ema=None,
         )
-    kind = "token" if "levit" in name or "distilled" in name else "hard"
+    kind = "token" if is_a("levit", name) or "distilled" in name else "hard"
     hard = replace(base, distillation=kind, teacher=REGNET, distillation_weight=0.5)
-    if "levit" in name or not name:
+    if is_a("levit", name) or not name:
         return replace(
             hard,
             epochs=1000,
@@ -136,8 +137,10 @@ def qtvit(model: str = "") -> Config:
     bias, gradients clipped at 2.0 number by number, lr 2.5e-4 (B) or 1.5e-4 (L) a GPU of 128 images on 8 GPUs, sizes
     128 to 224 by turns, any interpolation, RandAugment of varying strength, BCE, smoothing 0.1, drop path that grows
     over the blocks and the training, BatchNorm measured again on 16,000 images, EMA 0.9998 with its ramp, MESA for L
-    from a quarter of the 300 epochs on. The paper used other EMA decays, which it does not give. Inferred: the crop's
-    scale, and a final lr of 0. Different from it: cutmix has one box for all images of a step, there each has its own.
+    from a quarter of the 300 epochs on, crops of 0.08 to 1, final lr 0. The paper used other EMA decays, which it does
+    not give. Different from it: cutmix has one box for all images of a step, there each has its own; erased pixels get
+    noise, there zeros; the interpolation is bilinear or bicubic, there one of six; a step's size is made from the crop
+    at the full one, there cropped at once.
     """
     name = model.lower()
     order = list(QT)
@@ -181,9 +184,9 @@ def mobile(model: str = "") -> Config:
 
     Flowformer's, published: AdamW, lr 5e-4 for 512 images, weight decay 0.05, clip 1.0, 300 epochs, 5 of warm-up from
     1e-6, final lr 1e-5, RandAugment m9, mixup 0.8, cutmix 1.0, smoothing 0.1, no erasing, drop path 0.2, 6 GPUs of 128
-    images. DeiT's models have DeiT's recipe and PVTv2's too, with a drop path of 0.1, for b3 0.3. EfficientFormerV2's
-    has lr 1e-3 for 1024 images, weight decay 0.025, AGC 0.01, drop path 0, 0.02 and 0.1, and its second head learns
-    from RegNetY-16GF. That each keeps its baseline's is inferred, and so are the images of the last lr.
+    images. DeiT's models have DeiT's recipe and PVTv2's too, with a drop path of 0.1, for b3 0.3 and clip 1.0.
+    EfficientFormerV2's has lr 1e-3 for 1024 images, warm-up from 1e-5, weight decay 0.025, AGC 0.01, drop path 0, 0.02
+    and 0.1, and its second head learns from RegNetY-16GF. That each keeps its baseline's is inferred.
     """
     name = model.lower()
     base = replace(deit(), recipe="mobile", ema=None)
@@ -193,6 +196,7 @@ def mobile(model: str = "") -> Config:
             base,
             lr=1e-3,
             lr_batch=1024,
+            warmup_lr=1e-5,
             weight_decay=0.025,
             clip_agc=0.01,
             drop_path=next((rate for key, rate in rates.items() if key in name), 0.1),
@@ -201,7 +205,8 @@ def mobile(model: str = "") -> Config:
             distillation_weight=0.5,
         )
     if "deit" in name or "pvt" in name:
-        return replace(base, drop_path=0.3 if "pvt_v2_b3" in name else 0.1)
+        large = "pvt_v2_b3" in name
+        return replace(base, drop_path=0.3 if large else 0.1, clip_norm=1.0 if large else None)
     return replace(base, batch_size=768, clip_norm=1.0, erasing=0.0, repeats=1, drop_path=0.2)
 
 
@@ -286,6 +291,11 @@ def fast(model: str = "") -> Config:
         Stage("finetune", "supervised", 18, features=0.1),
     )
     return replace(distil(), recipe="fast", optimiser="muon", muon_lr=6.0, batch_size=64, stages=stages)
+
+
+def is_a(family: str, name: str) -> bool:
+    """Whether a model's name begins with the family's, or has it after a mark: mobilevit is no levit."""
+    return re.search(rf"(^|[^a-z0-9]){family}", name) is not None
 
 
 RECIPES: dict[str, Callable[[str], Config]] = {
