@@ -20,6 +20,7 @@ import linvit
 from linvit.errors import LinvitError
 from linvit.training.checkpoints import read, write
 from linvit.training.config import Stage
+from linvit.training.diagnosis import Diverged
 from linvit.training.logs import LOG, read_log
 from tests.training.toys import cross_entropy, engine, same, small_model, train, weights
 
@@ -144,7 +145,12 @@ def test_a_truncated_checkpoint_falls_back(whole: Any, tmp_path: Path) -> None:
 def test_a_foreign_checkpoint_falls_back(whole: Any, tmp_path: Path) -> None:
     _, last = interrupted(tmp_path)
     tensors, _ = read(last)
-    for foreign in (lambda: safetensors.torch.save_file(tensors, last), lambda: last.write_text("hello")):
+    odd = {"linvit": '{"checksum": 1}'}
+    for foreign in (
+        lambda: safetensors.torch.save_file(tensors, last),
+        lambda: safetensors.torch.save_file(tensors, last, odd),
+        lambda: last.write_text("hello"),
+    ):
         foreign()
         made = engine(rich_model(), tmp_path, **RICH)
         notes: list[str] = []
@@ -178,9 +184,41 @@ def test_two_checkpoints_are_kept_and_nothing_else(whole: Any) -> None:
 
 
 def test_a_finished_run_resumes_to_its_end(whole: Any) -> None:
+    """And says again what it measured last, which it does not measure again."""
+    measured = [record for record in read_log(whole[0]) if record["kind"] == "eval"]
+    with open(whole[0] / "log.jsonl", "ab") as file:
+        file.write(b"\xff\xfe no line of ours\n")
     made, outcome = train(rich_model(), whole[0], resume=True, **RICH)
     assert outcome.steps == 12 and same(weights(made.model), whole[1])
-    assert torch.isfinite(torch.tensor(outcome.last["top1"]))
+    assert outcome.last["top1"] == measured[-1]["top1"]
+    assert [record for record in read_log(whole[0]) if record["kind"] == "eval"] == measured
+
+
+def test_every_step_of_the_masks_is_logged_after_a_resume(tmp_path: Path) -> None:
+    settings = {**RICH, "log_steps": 4}
+    with pytest.raises(Killed):
+        train(rich_model(), tmp_path, objective=dying(13), **settings)  # in the seventh step, of two parts each
+    train(rich_model(), tmp_path, resume=True, **settings)
+    kept = [record["kept"] for record in read_log(tmp_path) if record["kind"] == "train"]
+    steps = [part["first_step"] + i for part in kept for i in range(len(part["share"]))]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) == 12
+
+
+def test_weights_that_are_no_numbers_are_no_checkpoint(tmp_path: Path) -> None:
+    made = engine(small_model(), tmp_path, checkpoint_seconds=0, epochs=1)
+    take = made.take_step
+
+    def poison(*args: Any) -> None:
+        take(*args)
+        if made.step == made.steps - 1:
+            with torch.no_grad():
+                made.model.blocks[0].attn.qkv.bias[0] = torch.nan
+
+    made.take_step = poison  # type: ignore[method-assign]
+    with pytest.raises(Diverged, match=r"in step 4: it began in the weights, beginning with blocks.0.attn.qkv.bias"):
+        made.run()
+    assert not (tmp_path / "checkpoints" / "step-00000004.safetensors").exists()
+    assert (tmp_path / "checkpoints" / "step-00000003.safetensors").exists() and not (tmp_path / "last").exists()
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon", "sgd"])

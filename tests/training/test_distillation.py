@@ -68,6 +68,9 @@ def test_token_gives_each_head_its_own_task() -> None:
     torch.testing.assert_close(found["loss"], wanted / 2)
     with pytest.raises(LinvitError, match="training mode"):
         objective(student.eval(), IMAGES, LABELS)
+    unlabelled = Distillation(Teacher(teacher), student.train(), kind="token", weight=1.0, labelled=False)
+    unlabelled(student, IMAGES, LABELS)["loss"].backward()
+    assert all(head.weight.grad.any() for head in (student.head, student.head_dist)), "both heads have a teacher"
 
 
 def test_the_teacher_is_asked_and_never_changed() -> None:

@@ -8,10 +8,13 @@ import pytest
 import timm
 import torch
 
+import linvit
+from linvit.conversion.saving import note
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage, override
 from linvit.training.muon import Muon, matrices_in
 from linvit.training.optimiser import clip, make_optimiser, select_trainable
+from linvit.training.phases import check_muon
 from linvit.training.recipes import recipe
 from linvit.training.schedule import Schedule, stage_schedule
 from tests.training.toys import engine, small_model
@@ -236,6 +239,7 @@ def test_what_hugging_face_calls_tables_and_classifier() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     model = transformers.ViTForImageClassification(config)
+    note(model, label_names=("a", "b"), crop_pct=0.9)  # as every training does
     made = make_optimiser(Config(optimiser="muon"), model, select_trainable(model, "all"))
     named = dict(model.named_parameters())
     moved = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
@@ -251,3 +255,17 @@ def test_muon_leaves_tables_alone() -> None:
     moved = {id(p) for group in made.param_groups if "parts" in group for p in group["params"]}
     attention = model.layers[0].blocks[0].attn
     assert id(attention.qkv.weight) in moved and id(attention.relative_position_bias_table) not in moved
+    model = small_model()
+    linvit.convert(model, "window", input_size=(8, 8), window=2, bias=True)
+    made = make_optimiser(Config(optimiser="muon"), model, select_trainable(model, "all"))
+    table = id(model.blocks[0].attn.mechanism.table)
+    (group,) = [group for group in made.param_groups if table in {id(p) for p in group["params"]}]
+    assert "parts" not in group and not group["weight_decay"]
+
+
+@pytest.mark.parametrize("which", ["attention", "nothing_here", "bias"])
+def test_muon_without_a_matrix_is_a_mistake(which: str) -> None:
+    with pytest.raises(LinvitError, match=f"muon={which}: no matrix of the model is called so"):
+        check_muon(small_model(), Config(optimiser="muon", muon=which))
+    check_muon(small_model(), Config(muon=which))
+    check_muon(small_model("stella"), Config(optimiser="muon", muon="attention"))

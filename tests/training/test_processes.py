@@ -48,6 +48,49 @@ def test_without_a_gpu_two_are_one_run(tmp_path: Path) -> None:
     assert launch(script, CUDA_VISIBLE_DEVICES="").split() == ["2", "2"]
 
 
+MESA = """
+import sys, timm, torch
+from pathlib import Path
+from linvit.training.processes import part
+from tests.training.toys import cross_entropy, train
+
+class Stopped(Exception):
+    pass
+
+def objective(stop):
+    seen = []
+    def made(model, images, targets):
+        seen.append(1)
+        if len(seen) > stop:
+            raise Stopped
+        return cross_entropy(model, torch.nn.functional.interpolate(images, 32), targets)
+    return made
+
+def run(name, stop=99, resume=False):
+    torch.manual_seed(0)
+    model = timm.create_model("efficientvit_b0", num_classes=4)
+    settings = dict(ema=0.5, mesa=1.0, mesa_start=0, epochs=1, checkpoint_seconds=0, evaluate=None, models=False)
+    try:
+        made, _ = train(model, Path(sys.argv[1]) / name, objective=objective(stop), resume=resume, **settings)
+    except Stopped:
+        return None
+    return [tensor for one in (made.model, made.average.model) for tensor in one.parameters()]
+
+whole = run("whole")
+run("cut", stop=2)
+again = run("cut", resume=True)
+print(all(torch.equal(a, b) for a, b in zip(whole, again, strict=True)))
+part()
+"""
+
+
+def test_two_go_on_with_mesa_and_batch_norm(tmp_path: Path) -> None:
+    """The average's statistics are in the loss, so processes must agree about them, and a checkpoint must have them."""
+    script = tmp_path / "script.py"
+    script.write_text(MESA)
+    assert launch(script, str(tmp_path), ACCELERATE_USE_CPU="true").split() == ["True", "True"]
+
+
 def test_two_match_one(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

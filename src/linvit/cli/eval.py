@@ -96,7 +96,7 @@ def was_held_out(model: str, images: int) -> bool:
     """Whether the model comes from a run that held out a part of a set of so many images."""
     try:
         sets = json.loads((Path(model).parent / "run.json").read_text(encoding="utf-8"))["sets"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
     return len(sets) == 2 and len({one["name"] for one in sets}) == 1 and sum(one["images"] for one in sets) == images
 

@@ -118,7 +118,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = json.loads(header) if header else None
     except (OSError, SafetensorError, ValueError) as error:
         raise LinvitError(f"the checkpoint {path} is damaged: {error}") from None
-    if not isinstance(state, dict) or "checksum" not in state:
+    if not isinstance(state, dict) or "checksum" not in state or not isinstance(state.get("format"), int):
         raise LinvitError(f"{path} is no checkpoint of linvit")
     if state["format"] > FORMAT:
         raise LinvitError(f"{path} has format {state['format']}, this linvit reads up to {FORMAT}: upgrade")

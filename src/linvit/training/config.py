@@ -27,11 +27,11 @@ CHOICES = {
     "compile": ("auto", "off", "blocks", "default", "reduce-overhead", "max-autotune"),
 }
 POSITIVE = (
-    *("lr", "lr_batch", "muon_lr", "added_lr", "epochs", "batch_size", "repeats", "accumulate", "eval_epochs"),
+    *("lr", "lr_batch", "muon_lr", "added_lr", "eps", "epochs", "batch_size", "repeats", "accumulate", "eval_epochs"),
     *("log_steps", "temperature", "test_crop", "input_size", "random_sizes"),
 )
 NOT_NEGATIVE = (
-    *("warmup_epochs", "cooldown_epochs", "weight_decay", "min_lr", "warmup_lr", "eps", "clip_norm", "clip_value"),
+    *("warmup_epochs", "cooldown_epochs", "weight_decay", "min_lr", "warmup_lr", "clip_norm", "clip_value"),
     *("clip_agc", "ema_ramp", "colour_jitter", "mixup", "cutmix", "drop_path_skip", "mesa", "bn_images"),
     "checkpoint_seconds",
 )

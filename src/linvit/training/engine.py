@@ -29,7 +29,7 @@ from linvit.training.config import Config, Stage
 from linvit.training.contract import BatchSource, Objective
 from linvit.training.diagnosis import Diverged, find_bad_layer
 from linvit.training.drop_path import RampedDropPath, set_progress
-from linvit.training.keeping import Keeper, Restored
+from linvit.training.keeping import Keeper, Restored, all_finite
 from linvit.training.logs import Log, cut_log
 from linvit.training.masks import Masks
 from linvit.training.mesa import Mesa
@@ -115,16 +115,18 @@ class Engine:
         notes: list[str] = []
         found = self.keeper.restore(notes.append) if resume else None
         restored = None
+        metrics: dict[str, float] = {}
         if found is not None:
             self.step, restored = found
             self.window.spent = restored[1]["seconds"]
+            metrics = restored[1]["metrics"] if self.step == self.steps else {}  # of a run that was finished
+            self.masks.take_back(restored[1]["kept"])
             notes.append(f"resumed after step {self.step} of {self.steps}")
         if self.folder is not None:
             cut_log(self.folder, self.step if restored is not None else -1)
         self.log = Log(self.folder, self.watch)
         began = time.perf_counter()
         learning = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
-        metrics: dict[str, float] = {}
         try:
             for note in notes:
                 self.log.add("note", self.step, {"text": note})
@@ -179,6 +181,7 @@ class Engine:
         compute = phase.step(self.objective, self.model, config, self.accelerator.device)
         every = max(1, round(config.eval_epochs * self.epoch_steps))
         metrics: dict[str, float] = {}
+        measured = -1
         self.model.train()
         self.window.good.fill_(self.step)
         self.window.stop_clock()
@@ -192,15 +195,22 @@ class Engine:
             self.take_step(compute, lr)
             if self.average is not None:
                 self.average.update(self.step - start + 1)
+                if mesa is not None:  # what the average says has BatchNorm's statistics in it, each process's own
+                    share_from_first(self.accelerator, self.average.model.buffers())
             self.step += 1
             ended = self.step == end
             if ended or self.step % config.log_steps == 0 or self.step % every == 0:
                 self.write_log(stage, lr)
+            if ended and not all_finite(self.model):
+                self.stop_diverged(self.step - 1)
             if ended or self.step % every == 0:
                 metrics = self.measure()
+                measured = self.step
             if self.keeper.due() or (self.step == self.steps and self.models):
                 self.window.stop_clock()
-                self.keeper.save(self.step, self.optimiser, self.window.bad, self.window.spent)
+                known = {"seconds": self.window.spent, "kept": self.masks.pending()}
+                known["metrics"] = metrics if measured == self.step else {}
+                self.keeper.save(self.step, self.optimiser, self.window.bad, known)
                 self.window.start_clock()
         if mesa is not None:
             mesa.rest()
@@ -314,7 +324,10 @@ class Engine:
         with torch.no_grad(), self.accelerator.autocast():
             metrics = dict(self.evaluate(shown))
         self.model.train()
-        self.keeper.offer(self.step, next(metrics[name] for name in SCORES if name in metrics), metrics)
+        score = next((metrics[name] for name in SCORES if name in metrics), None)
+        if score is None:
+            raise LinvitError(f"evaluation gave {', '.join(metrics) or 'nothing'}: it must give {' or '.join(SCORES)}")
+        self.keeper.offer(self.step, score, metrics)
         self.log.add("eval", self.step, {**self.so_far(), **metrics})
         self.window.begin()
         return metrics

@@ -50,9 +50,12 @@ class Keeper:
     def due(self) -> bool:
         return self.checkpoints is not None and time.perf_counter() - self.saved >= self.seconds
 
-    def save(self, step: int, optimiser: Any, bad: Tensor, seconds: float) -> None:
-        """Write a checkpoint, unless the loss has become no number: then the last good one stays the last."""
-        if self.checkpoints is None or not self.accelerator.is_main_process or bad.item():
+    def save(self, step: int, optimiser: Any, bad: Tensor, known: Mapping[str, Any]) -> None:
+        """Write a checkpoint with what else is known, unless the loss has become no number, or the weights have: then
+        the last good one stays the last."""
+        if self.checkpoints is None or not self.accelerator.is_main_process:
+            return
+        if bad.item() or not all_finite(self.model):
             return
         if self.best is not None and self.best_is_new:
             self.checkpoints.save_best(*self.best)
@@ -67,7 +70,7 @@ class Keeper:
             "scaler": scaler.state_dict() if scaler is not None else None,
             "best": self.best[1] if self.best is not None else None,
             "processes": self.accelerator.num_processes,
-            "seconds": seconds,
+            **known,
         }
         self.checkpoints.save(step, {**tensors, **moments}, state)
         self.saved = time.perf_counter()
@@ -125,3 +128,9 @@ class Keeper:
 def part(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
     """The tensors under a name."""
     return {name.removeprefix(f"{kind}."): t for name, t in tensors.items() if name.startswith(f"{kind}.")}
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether all weights are numbers. Waits for the device."""
+    held = [parameter.detach() for parameter in model.parameters()]
+    return bool(torch.stack([torch.isfinite(tensor).all() for tensor in held]).all()) if held else True

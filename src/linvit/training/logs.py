@@ -86,7 +86,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:

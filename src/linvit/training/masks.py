@@ -48,6 +48,13 @@ class Masks:
         if self.kept:
             self.history.append(torch.stack(self.kept))
 
+    def pending(self) -> list[list[float]]:
+        """What was noted and not logged yet, for a checkpoint."""
+        return torch.stack(self.history).tolist() if self.history else []
+
+    def take_back(self, rows: list[list[float]]) -> None:
+        self.history = [torch.tensor(row, device=self.kept[0].device) for row in rows]
+
     def take_history(self, step: int) -> dict[str, Any] | None:
         """The shares of the steps since the last time, `share` as (steps, layers); `step` is how many are done."""
         if not self.history:

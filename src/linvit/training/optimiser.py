@@ -11,6 +11,7 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
 from linvit.conversion.host import Host
+from linvit.conversion.rebuilding import hugging
 from linvit.errors import LinvitError
 from linvit.training.config import Config
 from linvit.training.muon import Muon, matrices_in
@@ -61,7 +62,7 @@ def excluded(name: str, own: Iterable[str]) -> bool:
 def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was no number. A
     group learns at `times` the rate."""
-    own = model.no_weight_decay() if hasattr(model, "no_weight_decay") else TABLES  # type: ignore[operator]
+    own = (*(model.no_weight_decay() if hasattr(model, "no_weight_decay") else TABLES), "table")  # type: ignore[operator]
     norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
     heads = classifier_names(model)
     matrices = named_by(model, config.muon) if config.optimiser == "muon" else set()
@@ -98,5 +99,6 @@ def clip(config: Config, trainable: dict[str, nn.Parameter], norm: Tensor) -> No
 def classifier_names(model: nn.Module) -> tuple[str, ...]:
     """How the names of the classifier's parameters begin, as timm says; distilled models have two classifiers. Hugging
     Face calls it classifier."""
-    found = (getattr(model, "pretrained_cfg", None) or {"classifier": "classifier"}).get("classifier") or ()
+    usual = "classifier" if hugging(model) else ()
+    found = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or usual
     return tuple(f"{name}." for name in ((found,) if isinstance(found, str) else found))

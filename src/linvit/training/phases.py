@@ -60,6 +60,15 @@ def check_trainable(model: nn.Module, stages: Iterable[Stage]) -> None:
         )
 
 
+def check_muon(model: nn.Module, config: Config) -> None:
+    """Whether Muon has a matrix to move."""
+    if config.optimiser != "muon":
+        return
+    meant = named_by(model, config.muon)
+    if not any(id(parameter) in meant and parameter.ndim == 2 for parameter in model.parameters()):
+        raise LinvitError(f"muon={config.muon}: no matrix of the model is called so: set muon=all, or optimiser=adamw")
+
+
 def bind(objective: Objective, model: nn.Module) -> Step:
     """A function of the batch alone, which holds on to nothing else of a run."""
 

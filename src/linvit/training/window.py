@@ -16,7 +16,7 @@ class Window:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.bad = torch.zeros((), device=accelerator.device)  # 1 from the first step whose loss is no number
-        self.good = torch.zeros((), device=accelerator.device, dtype=torch.float64)  # the step before which all were
+        self.good = torch.zeros((), device=accelerator.device)  # the step before which all were
         self.spent = 0.0  # seconds of training in all windows so far
         self.names: list[str] = []
         self.sums, self.norms = (torch.zeros((), device=accelerator.device) for _ in range(2))

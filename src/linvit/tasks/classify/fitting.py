@@ -28,7 +28,7 @@ from linvit.training.distillation import Teacher
 from linvit.training.drop_path import set_drop_path
 from linvit.training.engine import FREE, Engine, Outcome
 from linvit.training.objectives import LOWERED, make_phases
-from linvit.training.phases import Phase, check_trainable, compiles
+from linvit.training.phases import Phase, check_muon, check_trainable, compiles
 from linvit.training.processes import make_accelerator
 from linvit.training.repeating import repeatable
 
@@ -42,7 +42,10 @@ Split = Images | Stream
 def fit(
     model: nn.Module, train: Split, validation: Split | None, config: Config, *, resume: bool = False, **options: Any
 ) -> Outcome:
-    """Train the model in place by a config; the options are those of `Fitting`."""
+    """Train the model in place by a config; the options are those of `Fitting`.
+
+    The stages' `trainable` says what learns, whatever was frozen before. With `ema` the averaged weights are those that
+    are evaluated and saved, `Fitting.shown`; the model keeps its own."""
     made = Fitting(model, train, validation, config, **options)
     try:
         return made.run(resume=resume)
@@ -88,6 +91,7 @@ class Fitting:
         make = SourceMaker(accelerator, config, preprocessing, classes, loader, workers, progress, held)
         if phases is None:
             check_trainable(model, config.plan_of_stages())
+            check_muon(model, config)
             placed = set_drop_path(model, config.drop_path, config.drop_path_skip, config.drop_path_rule)
             if not placed and config.drop_path and watch:
                 text = f"{type(model).__name__} has no place for drop path: left out"
@@ -186,7 +190,7 @@ def check_same(folder: Path, config: Config, identity: Mapping[str, Any]) -> Non
     try:
         begun = json.loads((folder / RUN).read_text(encoding="utf-8"))
         settings = begun["config"].items()
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return  # the checkpoints know as well, only not what
     ours = config.to_dict()
     was = next((f"{key}={value}" for key, value in settings if key not in FREE and ours.get(key) != value), None)
