@@ -15,8 +15,13 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 import linvit as library
+from linvit.cli.convert import FEATURES
+from linvit.comparison.building import droppable
 from linvit.conversion import as_plan
+from linvit.conversion.calibration import calibration_images
+from linvit.conversion.sensitivity import output_similarity
 from tests.cli.conftest import Outcome
+from tests.conversion.families import FAMILIES
 
 SMALL = ("--no-pretrained", "--model-arg", "depth=3", "--model-arg", "embed_dim=48", "--model-arg", "num_classes=7")
 DEIT = "deit_tiny_patch16_224"
@@ -80,6 +85,18 @@ def test_sizes_and_dropped_features(linvit: Run, tmp_path: Path) -> None:
     assert library.load(tmp_path / "swin").layers[0].blocks[0].window_size == (14, 14)
 
 
+def test_drop_knows_what_every_host_asks_for() -> None:
+    asked = droppable(timm.create_model(DEIT, depth=1, attn_drop_rate=0.1))
+    for family in FAMILIES:
+        asked |= droppable(family.build())
+    assert asked == {*FEATURES}
+
+
+def test_drop_may_name_what_the_model_has_not(linvit: Run, tmp_path: Path) -> None:
+    command = ("convert", DEIT, "--to", "stella", "--drop", " rotary, pooling,", "-o", str(tmp_path), "--json", *SMALL)
+    assert mechanisms(linvit(*command)) == ["stella"] * 3
+
+
 def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
     model = timm.create_model(DEIT, depth=3, embed_dim=48, num_classes=7)
     safetensors.torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
@@ -109,6 +126,12 @@ def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
         ((DEIT, "--to", "mixa", "--keep", "4", "--layers", "1", "-o", "x"), "give one of the two"),
         ((DEIT, "--to", "mixa", "--layers", "1;2", "-o", "x"), "whole numbers with commas"),
         ((DEIT, "--to", "mixa", "--keep", "1", "--where", "middle", "-o", "x"), "unknown place for layers"),
+        ((DEIT, "--to", "mixa", "--where", "last", "-o", "x"), "--where places the layers that --keep counts"),
+        ((DEIT, "--to", "mixa", "--where", "first", "--layers", "1", "-o", "x"), "give --keep too"),
+        ((DEIT, "--to", "mixa", "--keep", "1", "--option", "keep=2", "-o", "x"), "layers to keep are given twice"),
+        ((DEIT, "--to", "mixa", "--layers", "1", "--option", "where=last", "-o", "x"), "are given twice"),
+        ((DEIT, "--to", "efficient", "--drop", "nosuch", "-o", "x"), "'nosuch': give some of relative_bias, shift_"),
+        ((DEIT, "--to", "mixa", "--drop", "rotary,relativ_bias", "-o", "x"), "nothing is called 'relativ_bias'"),
         ((DEIT, "--to", "stella", "--option", "eps", "-o", "x"), "expected --option name=value"),
         ((DEIT, "--to", "stella", "--input-size", "22a", "-o", "x"), "such as 224 or 224x320"),
         ((DEIT, "--to", "stella", "--patch-size", "15", "-o", "x"), "cannot be cut into patches of 15"),
@@ -167,6 +190,25 @@ def test_calibration_says_which_layers_it_kept(linvit: Run, tmp_path: Path) -> N
     assert "“turn”" in again.out and "2 images" in again.out
 
 
+def test_calibration_keeps_the_options_of_the_plan(linvit: Run, tmp_path: Path) -> None:
+    photos, weights = tmp_path / "photos", tmp_path / "w.safetensors"
+    photos.mkdir()
+    for name in ("china.jpg", "flower.jpg"):
+        Image.fromarray(load_sample_image(name)).save(photos / name)
+    original = timm.create_model(DEIT, depth=3, embed_dim=48, num_classes=7).eval()
+    safetensors.torch.save_file(original.state_dict(), weights)
+    args = ("--to=mixa", "--keep=1", "--option=local=3", f"--calibrate={photos}", f"--checkpoint={weights}")
+    outcome = linvit("convert", DEIT, *args, "-o", str(tmp_path / "out"), "--json", *SMALL[1:])
+    assert sorted(mechanisms(outcome)) == ["relu_quadratic(local=3)", "stella(local=3)", "stella(local=3)"]
+    assert outcome.json["new_parameters"] > 0
+    model = library.load(tmp_path / "out")
+    assert all(block.attn.mechanism.conv.kernel_size == 3 for block in model.blocks)
+    kept = [layer for layer in outcome.json["sensitivity"]["layers"] if layer["kept"]]
+    assert [block.attn.mechanism.name for block in model.blocks].index("relu_quadratic") == kept[0]["index"]
+    reached = output_similarity(original, model, calibration_images(photos, original))
+    assert reached == pytest.approx(kept[0]["similarity"], abs=1e-5)
+
+
 def test_calibration_names_a_file_that_breaks_off(linvit: Run, tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
@@ -185,6 +227,9 @@ def test_calibration_names_a_file_that_breaks_off(linvit: Run, tmp_path: Path) -
     [
         (("--to", "stella", "--calibrate", "."), "--calibrate measures which layers mixa keeps"),
         (("--to", "mixa", "--plot", "bars.png"), "--plot draws what --calibrate measures"),
+        (("--to", "mixa", "--calibrate", ".", "--keep", "1", "--where", "last"), "say how many with --keep, and not"),
+        (("--to", "mixa", "--calibrate", ".", "--option", "keep=1"), "say how many with --keep"),
+        (("--to", "mixa", "--calibrate", ".", "--keep", "1", "--option", "lokal=3"), "unexpected keyword argument"),
         (("--to", "mixa", "--calibrate", "nowhere"), "nowhere is no folder of images"),
     ],
 )

@@ -67,9 +67,24 @@ def test_of_a_set_without_splits_what_was_held_out(linvit: Linvit, tmp_path: Pat
         assert measure(linvit, tmp_path / "run" / "last", data, "--split=all")["images"] == 60
         note = linvit("eval", str(tmp_path / "run" / "last"), f"--data={data}", "--device=cpu").err
         assert "has no splits: 6 of its 60 images are held out for validation" in note
-    shutil.copytree(tmp_path / "run" / "last", tmp_path / "else")  # a model that nobody trained on these, as it seems
-    assert measure(linvit, tmp_path / "else", folder)["images"] == 60
-    assert measure(linvit, tmp_path / "else", folder, "--split=validation")["images"] == 6
+    shutil.copytree(tmp_path / "run" / "last", tmp_path / "else")
+    assert measure(linvit, tmp_path / "else", folder)["images"] == 6, "a model knows it wherever it lies"
+    assert linvit("convert", str(tmp_path / "else"), "--to=stella", "-o", str(tmp_path / "converted")).code == 0
+    assert measure(linvit, tmp_path / "converted", folder)["images"] == 6, "and whatever became of it"
+
+
+def test_of_a_set_without_splits_all_that_nobody_trained_on(linvit: Linvit, tmp_path: Path) -> None:
+    """Though it has as many images as the set with splits that the model is from."""
+    divided = photos(tmp_path / "divided", "train", "val")
+    train(linvit, divided, tmp_path / "run")
+    count = len(list(divided.rglob("*.png")))
+    folder = tmp_path / "photos"
+    for file in divided.rglob("*.png"):
+        to = folder / file.parent.name / f"{file.parent.parent.name}{file.name}"
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, to)
+    found = linvit("eval", str(tmp_path / "run" / "last"), f"--data={folder}", "--device=cpu", "--json")
+    assert found.json["images"] == count and f"has no splits: all {count} images are measured" in found.err
 
 
 @pytest.mark.parametrize(

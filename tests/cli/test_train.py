@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from linvit import load, save
+from linvit.tasks.classify import fitting
 from linvit.training.logs import read_log
 from tests.cli.conftest import Outcome
 
@@ -247,6 +248,9 @@ def test_bad_data(linvit: Linvit, tmp_path: Path, data: Callable[[Path], Path], 
          "stage finetune: no parameter of the model is 'nothing'"),
         (["--recipe=fast", "--teacher=TEACHER"], "trains converted layers, and the model has none: give --plan"),
         (["--set=stages.align.epochs=2"], "recipe deit has no stages"),
+        (["--option=local=3"], "--option and --drop are of a conversion: give --plan too"),
+        (["--set=optimiser=muon", "--set=muon=attention"], "muon=attention: no matrix of the model is called so"),
+        (["--set=eps=0"], "eps=0"),
         (["--data=torch/cifar10"], "torch/cifar10 may lie anywhere: give its folder by --root DIR"),
     ],
 )  # fmt: skip
@@ -254,8 +258,10 @@ def test_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path, args: list[str]
     args = [text.replace("TEACHER", str(teacher / "best")) for text in args]
     deeper = ["--model-arg=depth=3"] if "--recipe=fast" in args else []
     outcome = linvit("train", *MODEL, *deeper, "--data=digits", *DEIT, *args, "-o", str(tmp_path / "run"))
-    assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1
-    assert len(outcome.err) < 400 and not (tmp_path / "run").exists()
+    *notes, error = outcome.err.splitlines()
+    assert outcome.code == 2 and error.startswith("error: ") and message in error
+    assert not notes or "has random weights: train it first" in notes[0]
+    assert len(notes) < 2 and len(error) < 400 and not (tmp_path / "run").exists()
 
 
 def test_image_that_breaks_off_during_a_run(linvit: Linvit, tmp_path: Path) -> None:
@@ -268,6 +274,52 @@ def test_image_that_breaks_off_during_a_run(linvit: Linvit, tmp_path: Path) -> N
     assert "was begun with 8 images of" in linvit(*args, "--resume").err
     shutil.copy(photos / "train" / "a" / "0.png", photos / "train" / "a" / "1.png")
     assert linvit(*args, "--resume").code == 0
+
+
+def test_a_resumed_run_keeps_its_classes(linvit: Linvit, tmp_path: Path) -> None:
+    """A class folder that was renamed would move all labels behind it."""
+    photos = folder_of(tmp_path / "photos", train={"a": 4, "b": 4}, val={"a": 2, "b": 2})
+    args = ["train", *MODEL, f"--data={photos}", *SMALL, "-o", str(tmp_path / "run"), "--resume"]
+    first = linvit(*args)
+    assert first.code == 0 and f"there is nothing to resume in {tmp_path / 'run'}: begun anew" in first.err
+    for split in ("train", "val"):
+        (photos / split / "a").rename(photos / split / "c")
+    refused = linvit(*args)
+    assert refused.code == 2 and "was begun with classes a, b in this order: resume it so" in refused.err
+
+
+def test_two_runs_in_one_folder(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "PATIENCE", 0.3)
+    args = ["train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path / "run")]
+    with fitting.alone_in(tmp_path / "run"):
+        refused = linvit(*args)
+    assert refused.code == 2 and f"another process trains into {tmp_path / 'run'}: wait for it" in refused.err
+    assert not list((tmp_path / "run").iterdir())
+    assert linvit(*args).code == 0
+
+
+@pytest.mark.parametrize("name", ["last", "checkpoints"])
+def test_a_file_in_the_way_is_found_first(linvit: Linvit, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    refused = linvit("train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path))
+    assert refused.code == 2 and f"{tmp_path / name} is a file where a folder must be" in refused.err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_divergence_is_told_once(linvit: Linvit, tmp_path: Path) -> None:
+    found = linvit(
+        "train", *MODEL, "--data=digits", *DEIT, "--set=lr=1e30", "--set=clip_norm=none", "-o", str(tmp_path)
+    )
+    assert found.code == 2 and found.err.count("no number any more") == 1, found.err
+
+
+def test_stopped_by_hand(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting.Engine, "take_step", stopped)
+    found = linvit("train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path / "run"))
+    assert found.code == 130 and f"the same command with --resume goes on with {tmp_path / 'run'}" in found.err
 
 
 def test_hub_out_of_reach(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +336,13 @@ def test_eval_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
     assert "10 classes" in linvit("eval", *MODEL, "--data=digits", "--model-arg=num_classes=3", "--device=cpu").err
     assert "no data at" in linvit("eval", best, f"--data={tmp_path / 'x'}", "--device=cpu").err
     assert "make it first" in linvit("eval", best, "--data=digits", "-o", str(tmp_path / "x" / "y.json")).err
+    assert f"{tmp_path} is a folder: give a file" in linvit("eval", best, "--data=digits", "-o", str(tmp_path)).err
+    model = load(best)
+    torch.nn.init.constant_(model.head.bias, torch.nan)
+    save(model, tmp_path / "nan")
+    for args in ([], ["--json"]):
+        broken = linvit("eval", str(tmp_path / "nan"), "--data=digits", "--device=cpu", *args)
+        assert broken.code == 2 and "gives no numbers for 360 of 360 images" in broken.err and not broken.out
 
 
 def test_a_teacher_nobody_asks_is_a_mistake(linvit: Callable[..., Outcome], tmp_path: Path) -> None:

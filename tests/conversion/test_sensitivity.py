@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import linvit
 from linvit import LinvitError
-from linvit.conversion.calibration import calibration_images
+from linvit.conversion.calibration import calibration_images, eight_bits
 from linvit.conversion.sensitivity import measure_sensitivity, output_similarity, passes
 
 
@@ -116,3 +117,33 @@ def test_images_of_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     (tmp_path / "0.png").write_bytes((tmp_path / "1.png").read_bytes()[:40])
     assert sum(map(len, calibration_images(tmp_path, model))) == 5  # timm takes the next one and warns
     assert "0.png" in caplog.text
+
+
+def test_images_for_a_model_of_one_channel(tmp_path: Path) -> None:
+    grey = timm.create_model("deit_tiny_patch16_224", img_size=32, depth=1, in_chans=1)
+    Image.new("RGB", (32, 32), (200, 0, 0)).save(tmp_path / "0.png")
+    (batch,) = calibration_images(tmp_path, grey)
+    assert batch.shape == (1, 1, 32, 32)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I"])
+def test_sixteen_bits_are_as_bright_as_eight(tmp_path: Path, mode: str) -> None:
+    """Pillow's own way from 16 bits makes nearly everything white."""
+    small = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    kind = {"I;16": "<u2", "I;16B": ">u2", "I": "<i4"}[mode]
+    wide = Image.frombytes(mode, (16, 16), (small.astype(np.int64) * 257).astype(kind).tobytes())
+    assert wide.mode == mode and (np.asarray(eight_bits(wide)) == small).all()
+
+
+def test_brightness_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+    for values in (np.ones((4, 4), np.float32), np.full((4, 4), 70_000, np.int32), np.full((4, 4), -1, np.int32)):
+        with pytest.raises(ValueError, match="save it with 8 or 16 bits"):
+            eight_bits(Image.fromarray(values))
+    few = Image.fromarray(np.full((4, 4), 7, np.int32))
+    assert np.asarray(eight_bits(few)).max() == 7
+
+
+def test_transparent_palettes_come_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    picture = Image.new("RGB", (4, 4), (10, 200, 30)).quantize()
+    picture.info["transparency"] = b"\x00" * 4
+    assert np.asarray(eight_bits(picture).convert("RGB"))[0, 0].tolist() == [10, 200, 30] and not recwarn.list

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.cli.arguments import ModelArg, numbers, pairs
+from linvit.cli.convert import features
 from linvit.cli.output import Json, print_json, progress
 from linvit.errors import LinvitError, unknown
 
@@ -170,7 +171,7 @@ def model(
         if len(batches) != len(resolutions):
             raise LinvitError(f"give one batch size, or {len(resolutions)}: one per resolution")
         options: dict[str, Any] = {} if keep is None else {"keep": keep}
-        if given_up := [feature.strip() for feature in drop.split(",") if feature.strip()]:
+        if given_up := features(drop):
             options["drop"] = given_up
         args = pairs(model_arg, "--model-arg")
         head = {"kind": "bench model", "version": 1, "model": name, "to": to, "options": options, "dtype": kind}

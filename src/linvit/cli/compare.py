@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.cli.arguments import Settings, numbers, pairs
-from linvit.cli.output import Json, print_json
+from linvit.cli.output import INTERRUPTED, Json, print_json
 from linvit.errors import LinvitError
 
 if TYPE_CHECKING:
     from linvit.comparison.store import Store
-
-INTERRUPTED = 130  # the shell's code for Ctrl-C
 
 
 def compare(

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from linvit.conversion import Plan, Report
     from linvit.conversion.sensitivity import Sensitivity
 
+# What --drop may name: all that the hosts ask for and a mechanism may lack, whatever the model.
+FEATURES = ("relative_bias", "shift_mask", "talking_heads", "pooling", "rotary", "temperature", "attention_dropout")
+
 
 def convert(
     model: Annotated[str, typer.Argument(help="A timm model, or a folder that linvit saved.")] = "",
     to: Annotated[str, typer.Option(help="A plan, a mechanism, or a plan's JSON file.", metavar="PLAN")] = "",
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where to save it.")] = None,
     keep: Annotated[int | None, typer.Option(help="So many layers stay quadratic (mixa) or as they are.")] = None,
-    where: Annotated[str, typer.Option(help="Where --keep counts: first, last or alternating.")] = "first",
+    where: Annotated[str, typer.Option(help="Where --keep counts: first (unless told), last or alternating.")] = "",
     calibrate: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Measure on these images which layers mixa keeps.")
     ] = None,
@@ -76,7 +79,13 @@ def convert(
         check_picture(plot)
         if calibrate is None:
             raise LinvitError("--plot draws what --calibrate measures: give that too")
-    plan = read_plan(to, keep, where, layers, pairs(option, "--option"))
+    options = pairs(option, "--option")
+    if where and keep is None:
+        raise LinvitError("--where places the layers that --keep counts: give --keep too")
+    if calibrate is not None and (where or options.keys() & {"keep", "where"}):
+        raise LinvitError("--calibrate measures which layers to keep: say how many with --keep, and not where")
+    plan = read_plan(to, keep, where or "first", layers, options)
+    features(drop)  # a wrong name is told before any weights are fetched
     size = image_size(input_size) if input_size else None
     args = pairs(model_arg, "--model-arg")
     built = build(model, pretrained and checkpoint is None, args, instead="--checkpoint FILE or --no-pretrained")
@@ -86,7 +95,7 @@ def convert(
     with dropping(drop) as given_up:
         if calibrate is not None:
             measured = measure(built, calibrate, 6 if keep is None else keep, {*given_up, *plan.drop})
-            plan = as_plan("mixa", keep=measured.keep)
+            plan = as_plan("mixa", **{**options, "keep": measured.keep})
         report = replace(linvit.convert(built, plan, drop=given_up, input_size=size), sensitivity=measured)
     linvit.save(built, output, model_args=None if Path(model).is_dir() else args)
     if as_json:
@@ -100,7 +109,8 @@ def convert(
 
 
 def measure(model: nn.Module, folder: Path, keep: int, drop: set[str]) -> Sensitivity:
-    """The sensitivity of the layers on a folder's images, with a bar for the wait."""
+    """The sensitivity of the layers on a folder's images, with a bar for the wait. The plan's option, a local branch,
+    starts at zero and turns no outputs, so it is measured without."""
     from linvit.conversion.calibration import calibration_images
     from linvit.conversion.convert import find_hosts
     from linvit.conversion.sensitivity import measure_sensitivity, passes
@@ -118,6 +128,8 @@ def read_plan(to: str, keep: int | None, where: str, layers: str, options: dict[
         raise LinvitError("--keep counts layers and --layers names them: give one of the two")
     named = tuple(numbers(layers, least=0)) if layers else None
     if to == "mixa" and (named or keep is not None):
+        if options.keys() & {"keep", "where"}:
+            raise LinvitError("the layers to keep are given twice: give --keep and --where, or --layers, or --option")
         return as_plan("mixa", **options, **({"keep": named} if named else {"keep": keep, "where": where}))
     if to.endswith(".json"):
         try:
@@ -131,10 +143,19 @@ def read_plan(to: str, keep: int | None, where: str, layers: str, options: dict[
     return plan if kept is None else replace(plan, rules=(Rule(None, layers=kept), *plan.rules))
 
 
+def features(drop: str) -> list[str]:
+    """The names in --drop; one that no model's attention has is a mistake."""
+    named = [feature.strip() for feature in drop.split(",") if feature.strip()]
+    for feature in named:
+        if feature not in FEATURES:
+            raise LinvitError(f"--drop: nothing is called '{feature}': give some of {', '.join(FEATURES)}")
+    return named
+
+
 @contextmanager
 def dropping(drop: str) -> Iterator[list[str]]:
     """What --drop names; what it does not name and should is told as that option takes it."""
-    given_up = [feature.strip() for feature in drop.split(",") if feature.strip()]
+    given_up = features(drop)
     try:
         yield given_up
     except NotHonoured as lacking:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,14 +26,14 @@ def eval_(
     split: Annotated[
         str,
         typer.Option(
-            help="train, validation or all. Else validation; of a set without splits what training held out, or all."
+            help="train or validation; of a set without splits also all. Else validation, or what training held out."
         ),
     ] = "",
     per_class: Annotated[bool, typer.Option("--per-class", help="Print every class.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save each image's label and choice as JSON.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Images at a time.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 256,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     pretrained: Annotated[bool, typer.Option(help="Fetch timm's weights.")] = True,
     model_arg: ModelArg = None,
@@ -61,11 +60,15 @@ def eval_(
 
     if output is not None and not output.parent.is_dir():
         raise LinvitError(f"no folder {output.parent} to put {output.name} in; make it first")
+    if output is not None and output.is_dir():
+        raise LinvitError(f"{output} is a folder: give a file")
     config = Config(batch_size=batch, precision=precision)
     accelerator = make_accelerator(config, device)
     images = open_split(data, split or "auto", root=root, unlabelled=True)
     if not split and undivided(images) and was_held_out(model, len(images)):
         images = open_split(data, "validation", root=root, unlabelled=True)
+    elif not split and undivided(images):
+        print(f"{data} has no splits: all {len(images):,} images are measured", file=sys.stderr)
     if not (images.labelled or teacher):
         raise LinvitError(f"{data} has no labels: put images in CLASS folders, or give --teacher to compare with")
     built = build(model, pretrained, pairs(model_arg, "--model-arg")).to(accelerator.device)
@@ -83,22 +86,23 @@ def eval_(
         found = evaluate(built, make(images, None), classes=images.classes, teacher=other, labelled=images.labelled)
     if not accelerator.is_main_process:
         return
-    if output is not None:
-        found.save(output)
+    if found.broken:
+        some = f"{found.broken:,} of {len(found.labels):,} images"
+        raise LinvitError(f"{model} gives no numbers for {some}: try --precision fp32, or train it again")
     if as_json:
         numbers = {**found.metrics(), **({"per_class": found.per_class} if images.labelled else {})}
         print_json({"model": model, "data": data, "split": split or "auto", "images": len(found.labels), **numbers})
     else:
         print_evaluation(found, per_class)
+    if output is not None:
+        found.save(output)
 
 
 def was_held_out(model: str, images: int) -> bool:
-    """Whether the model comes from a run that held out a part of a set of so many images."""
-    try:
-        sets = json.loads((Path(model).parent / "run.json").read_text(encoding="utf-8"))["sets"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return len(sets) == 2 and len({one["name"] for one in sets}) == 1 and sum(one["images"] for one in sets) == images
+    """Whether the model is from a training that held out a part of a set of so many images."""
+    from linvit.conversion.saving import read_config
+
+    return Path(model).is_dir() and read_config(Path(model)).get("held_out_of") == images
 
 
 def print_evaluation(found: Evaluation, per_class: bool) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 2.0  # seconds before a progress bar appears
 WIDTH = 100  # no line is longer
+INTERRUPTED = 130  # the shell's code for Ctrl-C
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 

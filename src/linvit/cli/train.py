@@ -10,7 +10,7 @@ import typer
 
 from linvit.cli.arguments import Loader, ModelArg, Root, Settings, Workers, pairs
 from linvit.cli.convert import build, dropping, read_plan
-from linvit.cli.output import Json, console, print_json, progress, table
+from linvit.cli.output import INTERRUPTED, Json, console, print_json, progress, table
 from linvit.cli.train_output import screen
 from linvit.errors import LinvitError
 
@@ -62,6 +62,8 @@ def train(
     config = override(named_recipe(recipe, name_of(model)), set_ or [])
     args = pairs(model_arg, "--model-arg")
     chosen = read_plan(plan, None, "first", "", pairs(option, "--option")) if plan else None
+    if not plan and (option or drop):
+        raise LinvitError("--option and --drop are of a conversion: give --plan too, or leave them out")
     if output.is_file():
         raise LinvitError(f"{output} is a file: give a folder")
     accelerator = make_accelerator(config, device)
@@ -77,26 +79,32 @@ def train(
     guide = find_teacher(teacher or config.teacher or "", built, plan) if config.needs_teacher else None
     if guide is not None and pretrained and not (teacher or config.teacher or Path(model).is_dir()):
         check_learnt(built, model, data, plan)
+    elif guide is not None and not (teacher or config.teacher or Path(model).is_dir()) and accelerator.is_main_process:
+        print("the teacher, the original, has random weights: train it first, or give --teacher", file=sys.stderr)
     report = None
     if chosen is not None:
         with dropping(drop) as given_up:
             report = linvit.convert(built, chosen, drop=given_up)
     identity = {"model": model, "args": args, "plan": plan, "option": option, "drop": drop, "teacher": teacher}
-    with screen(accelerator.is_main_process and not as_json) as watch:
-        outcome = fit(
-            built,
-            *sets,
-            config,
-            teacher=guide,
-            folder=output,
-            resume=resume,
-            accelerator=accelerator,
-            loader=loader,
-            workers=workers,
-            watch=watch,
-            identity={**identity, "pretrained": pretrained},
-            progress=progress,
-        )
+    try:
+        with screen(accelerator.is_main_process and not as_json) as watch:
+            outcome = fit(
+                built,
+                *sets,
+                config,
+                teacher=guide,
+                folder=output,
+                resume=resume,
+                accelerator=accelerator,
+                loader=loader,
+                workers=workers,
+                watch=watch,
+                identity={**identity, "pretrained": pretrained},
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"stopped: the same command with --resume goes on with {output}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     part()
     if not accelerator.is_main_process:
         return

@@ -54,6 +54,7 @@ def save(
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "preprocessing": preprocessing(model),
         **({"classes": list(label_names(model))} if label_names(model) else {}),
+        **({"held_out_of": noted(model)["held_out_of"]} if noted(model).get("held_out_of") else {}),
         "conversions": [{**done, "plan": done["plan"].to_dict()} for done in getattr(model, "linvit_conversions", [])],
         "layers": rows,
     }
@@ -94,6 +95,8 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module
         note(model, **config["preprocessing"])
     if "classes" in config:
         note(model, label_names=tuple(config["classes"]))
+    if "held_out_of" in config:
+        note(model, held_out_of=config["held_out_of"])
     return model.to(device).eval()
 
 

@@ -81,10 +81,14 @@ def open_teacher(source: str | Path, *, pretrained: bool = True, **options: Any)
         return load(source)
     if not timm.is_model(str(source).removeprefix("hf-hub:").split(".")[0]) and ":" not in str(source):
         raise unknown_model("teacher", str(source), timm.list_models())
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # it tells of every retry; one line comes at the end
     try:
         return timm.create_model(str(source), pretrained=pretrained, **options)
     except (OSError, RuntimeError) as error:
-        raise LinvitError(f"teacher {source} cannot be loaded: {str(error).splitlines()[0]}") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
+        raise LinvitError(f"teacher {source} cannot be loaded ({reason}): give the folder of a saved one") from None
 
 
 def check_teacher(teacher: nn.Module, student: nn.Module) -> None:

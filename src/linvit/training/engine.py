@@ -124,7 +124,7 @@ class Engine:
             notes.append(f"resumed after step {self.step} of {self.steps}")
         if self.folder is not None:
             cut_log(self.folder, self.step if restored is not None else -1)
-        self.log = Log(self.folder, self.watch)
+        self.log = Log(self.folder, self.watch, self.step if restored is not None else -1)
         began = time.perf_counter()
         learning = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
         try:
@@ -348,5 +348,5 @@ class Engine:
         left = f"the last good checkpoint is {files[0]}" if files else "there was no checkpoint yet"
         began = f"it began in {where}" if where else "the step went well when it was run again"
         message = f"the loss is no number any more in step {step + 1}: {began}; {self.before}{left}"
-        self.log.add("note", self.step, {"text": message})
+        self.log.add("note", self.step, {"text": message}, shown=False)
         raise Diverged(f"{message}; a lower lr, a clip_norm or precision=fp32 may help")

@@ -17,16 +17,18 @@ LOG = "log.jsonl"
 class Log:
     """Records of a run: kind `train`, `eval` or `note`, with their step. `watch` is called with each, for a screen."""
 
-    def __init__(self, folder: Path | None, watch: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(
+        self, folder: Path | None, watch: Callable[[dict[str, Any]], None] | None = None, after: int = -1
+    ) -> None:
         self.folder, self.watch = folder, watch
         self.board: Any = None
         self.file = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self.file = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115
-            self.board = tensorboard(folder)
+            self.board = tensorboard(folder, after)
 
-    def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, kind: str, step: int, values: Mapping[str, Any], shown: bool = True) -> None:
         record = {"kind": kind, "step": step, **values}
         if self.file is not None:
             try:
@@ -38,7 +40,7 @@ class Log:
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self.board.add_scalar(f"{kind}/{name}", value, step)
-        if self.watch is not None:
+        if self.watch is not None and shown:
             self.watch(record)
 
     def close(self) -> None:
@@ -56,13 +58,13 @@ def written(value: Any) -> Any:
     return [written(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def tensorboard(folder: Path) -> Any:
-    """TensorBoard's writer; None where the package is not installed."""
+def tensorboard(folder: Path, after: int) -> Any:
+    """TensorBoard's writer, which drops what was drawn after a step; None where the package is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(folder / "tensorboard")
+    return SummaryWriter(folder / "tensorboard", purge_step=after + 1)
 
 
 def cut_log(folder: Path, step: int) -> None:

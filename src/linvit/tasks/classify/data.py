@@ -21,6 +21,7 @@ from timm.data import create_dataset
 from timm.data.dataset import IterableImageDataset
 from torch.utils.data import Dataset
 
+from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError, Unreadable, unknown
 from linvit.tasks.classify.readers import SPLITS, Part, TarReader, check_path, folder_reader, more, no_classes
 
@@ -51,6 +52,7 @@ class Images(Dataset):
     ) -> None:
         self.name, self.labelled = name, labelled
         self.note = note  # what a user should know of this split
+        self.held_out_of = 0  # how many images the set has, if it has no splits and this is what is held out
         self.source = source
         self.classes = tuple(classes)
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
@@ -69,6 +71,7 @@ class Images(Dataset):
             if not isinstance(picture, Image.Image):
                 picture = Image.open(picture)
             picture.load()
+            picture = eight_bits(picture)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise Unreadable(f"cannot read image {self.filename(index)}: {first_line(error)}") from None
         return picture, int(label) if self.outputs is None else self.output(int(label))
@@ -119,7 +122,7 @@ class Stream:
 
     classes: tuple[str, ...] = ()
     class_count: int | None = None
-    labelled, note = True, ""
+    labelled, note, held_out_of = True, "", 0
 
     def __init__(self, name: str, split: str, root: str | None, options: dict[str, Any]) -> None:
         self.name, self.split, self.root, self.options = name, split, root, options
@@ -221,8 +224,10 @@ def hold_out(images: Images) -> tuple[Images, Images]:
     if not held.any():
         raise LinvitError(f"{images.name} has too few images to hold some out: put others in {images.name}/val/")
     note = f"{images.name} has no splits: {held.sum():,} of its {len(images):,} images are held out for validation"
-    train, validation = (Part(images.source, np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
-    return read_by(train, images.name), read_by(validation, images.name, note)
+    parts = (Part(images.source, np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
+    train, validation = (read_by(part, images.name, text) for part, text in zip(parts, ("", note), strict=True))
+    validation.held_out_of = len(images)
+    return train, validation
 
 
 def check_outputs(images: Images | Stream, outputs: int) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,12 @@ from linvit.training.phases import Phase, check_muon, check_trainable, compiles
 from linvit.training.processes import make_accelerator
 from linvit.training.repeating import repeatable
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PATIENCE = 10.0  # seconds
 LOADERS = ("auto", "resident", "streamed")
 SMALL = 4 * 2**30  # bytes of decoded pictures up to which a set goes to the device by itself
 CHECKED = 2  # so many training batches at once in evaluation, which keeps nothing for a backward pass
@@ -111,11 +120,14 @@ class Fitting:
         self.source = make(train, Augmentation.of(config))
         self.checks = make(validation, None) if validation is not None else None
         known = {**(identity or {}), "sets": [{"name": split.name, "images": len(split)} for split in splits]}
+        known["classes"] = list(label_names(model))
         loaders = ["resident" if make.resident(split) else "streamed" for split in splits]
         self.identity = {**known, "loaders": loaders}
         self.phases = phases
         if models:
+            held_out = validation.held_out_of if validation is not None else 0
             note(model, crop_pct=preprocessing.crop, input_size=(len(preprocessing.mean), *preprocessing.size))
+            note(model, held_out_of=held_out)
         self.engine = Engine(
             accelerator,
             model.to(accelerator.device),
@@ -139,12 +151,18 @@ class Fitting:
 
     def run(self, *, resume: bool = False) -> Outcome:
         """Train to the end, or with `resume` go on to it."""
+        with alone_in(self.folder if self.accelerator.is_main_process else None):
+            return self.run_alone(resume)
+
+    def run_alone(self, resume: bool) -> Outcome:
         if self.folder is not None and resume:
             check_same(self.folder, self.config, self.identity)
         if self.folder is not None and self.accelerator.is_main_process and not self.engine.begun:
             record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
-            record["classes"] = list(label_names(self.shown))
             write_json(self.folder / RUN, {**record, "environment": environment(self.accelerator.device)})
+            if resume and self.engine.watch:
+                text = f"there is nothing to resume in {self.folder}: begun anew"
+                self.engine.watch({"kind": "note", "step": 0, "text": text})
         try:
             return self.engine.run(resume=resume)
         except Unreadable as error:
@@ -176,6 +194,35 @@ class Fitting:
         return Teacher(teacher, student=self.shown, precision=LOWERED.get(self.config.precision))
 
 
+@contextmanager
+def alone_in(folder: Path | None) -> Iterator[None]:
+    """Nobody else trains into the folder meanwhile. The workers of a killed run outlive it a little: wait for them."""
+    if folder is None or fcntl is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, until = os.open(folder, os.O_RDONLY), time.monotonic() + PATIENCE
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    reason = f"another process trains into {folder}"
+                    raise LinvitError(f"{reason}: wait for it, or give another folder") from None
+                time.sleep(0.1)
+            except OSError:  # a disk that has no locks
+                yield
+                return
+        try:
+            yield
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough where workers were forked
+    finally:
+        os.close(handle)
+
+
 def check_labels(config: Config, train: Split, validation: Split | None) -> None:
     """Whether what has no labels needs none."""
     if not train.labelled and config.needs_labels:
@@ -205,6 +252,8 @@ def in_words(key: str, value: Any) -> str:
     """Something that a run was begun with, as people say it."""
     if key == "loaders":
         return f"loader {value[0] if len({*value}) == 1 else 'auto'}"
+    if key == "classes" and value:
+        return f"classes {', '.join(value[:3])}{', …' if len(value) > 3 else ''} in this order"
     if key == "sets":
         return " and ".join(f"{one['images']:,} images of {one['name']}" for one in value)
     return f"{key} {value}" if value not in ("", None, [], {}) else f"no {key}"
@@ -279,6 +328,10 @@ def check_size(model: nn.Module, side: int, channels: int) -> None:
 
 def check_teacher_size(teacher: nn.Module, size: tuple[int, int], channels: int) -> None:
     """Whether the teacher takes the images that the student sees."""
+    first = next((module for module in teacher.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is not None and first.in_channels != channels:
+        counts = f"{first.in_channels} channels and the student's have {channels}"
+        raise LinvitError(f"the teacher is for images of {counts}: choose another teacher")
     reason = refusal(teacher, size, channels)
     if reason:
         theirs, ours = ("×".join(str(side) for side in dict.fromkeys(sides)) for sides in (own_size(teacher), size))

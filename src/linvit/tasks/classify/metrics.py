@@ -40,6 +40,11 @@ class Evaluation:
         return self.chosen == self.labels
 
     @property
+    def broken(self) -> int:
+        """How many images the model had no numbers for."""
+        return int((self.chosen < 0).sum())
+
+    @property
     def top1(self) -> float:
         return 100 * float(self.correct.mean())
 
@@ -90,7 +95,7 @@ class Evaluation:
         elif self.teacher is not None:
             data["teacher"] = self.teacher.tolist()
         data["chosen"] = self.chosen.tolist()
-        Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def evaluate(
@@ -126,6 +131,7 @@ def judge(logits: Tensor, labels: Tensor, wanted: Tensor | None) -> Tensor:
     """A row for each image: label, choice, whether among the first five, cross entropy, the teacher's choice, KL to
     it."""
     five = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+    five = torch.where(logits.isfinite().all(-1, keepdim=True), five, -1)  # no numbers choose nothing
     missed = F.cross_entropy(logits, labels, reduction="none")
     columns = [labels, five[:, 0], (five == labels[:, None]).any(-1), missed]
     if wanted is not None:

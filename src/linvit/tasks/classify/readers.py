@@ -1,9 +1,10 @@
 """Image folders and archives of them, with every mistake in them found before the training starts.
 
 timm's readers are lenient: a class folder without images vanishes, and with it the numbering of the classes; a class of
-the validation set that training does not know is left out in silence. Here both are errors. Images that lie in no class
-folder have no labels, which is for the caller to want or not; their `class_to_idx` is empty. `chosen` is the folder of
-the split, None where there are no splits.
+the validation set that training does not know is left out in silence. Here both are errors. The class of an image is
+the first folder below the split, however deep the image lies in it; timm takes the innermost. Images that lie in no
+class folder have no labels, which is for the caller to want or not; their `class_to_idx` is empty. `chosen` is the
+folder of the split, None where there are no splits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from timm.data.readers.img_extensions import get_img_extensions
+from timm.data.readers.img_extensions import get_img_extensions, is_img_extension
 from timm.data.readers.reader import Reader
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.utils.misc import natural_key
@@ -27,6 +28,14 @@ SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "eval", "evaluation", "test"),
 }
+SPLIT_FOLDERS = frozenset(name for names in SPLITS.values() for name in names)
+SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"))
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is a picture by its suffix: one of ours, or one that timm was told of."""
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix in SUFFIXES or is_img_extension(suffix)
 
 
 def split_names(split: str) -> tuple[str, ...]:
@@ -41,7 +50,7 @@ def choose_split(folders: Iterable[str], split: str, where: str) -> str | None:
     """The folder of a split; None where there are no splits at all and the folder itself is one."""
     present = set(folders)
     found = next((name for name in split_names(split) if name in present), None)
-    if found is None and present & {name for names in SPLITS.values() for name in names}:
+    if found is None and present & SPLIT_FOLDERS:
         raise LinvitError(f"{where} has no folder for the split '{split}' (looked for {', '.join(split_names(split))})")
     return found
 
@@ -59,8 +68,8 @@ def check_path(path: Path) -> None:
 
 
 def number_classes(names: Iterable[str]) -> dict[str, int]:
-    """Class names in timm's order."""
-    return {name: i for i, name in enumerate(sorted(set(names), key=natural_key))}
+    """Class names in timm's order; those that are one to it, such as `a1` and `A01`, by their letters."""
+    return {name: i for i, name in enumerate(sorted(sorted(set(names)), key=natural_key))}
 
 
 def check_classes(found: set[str], classes: dict[str, int] | None, where: str) -> None:
@@ -81,30 +90,66 @@ def more(names: list[str]) -> str:
 
 def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> Reader:
     """timm's reader of an image folder, `root/split/class/*.jpg` or `root/class/*.jpg`, or one of images without
-    classes, `root/split/*.jpg` or `root/*.jpg`."""
-    chosen = choose_split((entry.name for entry in root.iterdir() if entry.is_dir()), split, str(root))
-    where = root / chosen if chosen else root
-    types = get_img_extensions(as_set=True)
-    folders = [entry for entry in sorted(where.iterdir()) if entry.is_dir()]
-    loose = [entry for entry in where.iterdir() if entry.suffix.lower() in types and entry.is_file()]
+    classes, `root/split/*.jpg` or `root/*.jpg`. As in an archive there may be a folder around all that."""
+    top = innermost(root)
+    chosen = choose_split((entry.name for entry in folders_in(top)), split, str(top))
+    where = top / chosen if chosen else top
+    within = str(where.relative_to(root)) if chosen else None
+    folders, loose = folders_in(where), images_right_in(where)
     if not folders:
         if not loose:
             raise no_classes(where)
-        return LooseReader(sorted(loose, key=lambda entry: natural_key(entry.name)), chosen)
+        return LooseReader(sorted(loose, key=lambda entry: natural_key(entry.name)), within)
     if loose:
         raise beside_classes(where, [entry.name for entry in loose])
     for folder in folders:
-        files = (name for _, _, names in os.walk(folder, followlinks=True) for name in names)
-        if not any(os.path.splitext(name)[1].lower() in types for name in files):
+        if not holds_image(folder):
             raise LinvitError(f"class folder {folder} holds no image: fill it or remove it")
-    reader = ReaderImageFolder(str(where))
-    reader.chosen = chosen  # type: ignore[attr-defined]
-    check_classes(set(reader.class_to_idx), classes, str(where))
+    if chosen in SPLITS["train"] and innermost(where) != where:
+        raise too_deep(where, folders[0].name)
+    reader: Any = ReaderImageFolder(str(where), input_key=";".join(SUFFIXES.union(get_img_extensions())))
+    start = len(os.path.join(where, ""))
+    names = [file[start:].split(os.sep, 1)[0] for file, _ in reader.samples]
+    check_classes(set(names), classes, str(where))
+    reader.class_to_idx = classes or number_classes(names)
+    reader.samples = [(file, reader.class_to_idx[name]) for (file, _), name in zip(reader.samples, names, strict=True)]
+    reader.root, reader.chosen = str(where if chosen else root), within
     return reader
+
+
+def folders_in(folder: Path) -> list[Path]:
+    return [entry for entry in sorted(folder.iterdir()) if entry.is_dir()]
+
+
+def images_right_in(folder: Path) -> list[Path]:
+    return [entry for entry in folder.iterdir() if is_image(entry.name) and entry.is_file()]
+
+
+def holds_image(folder: Path) -> bool:
+    """Whether there is an image in a folder or anywhere below it."""
+    return any(is_image(name) for _, _, names in os.walk(folder, followlinks=True) for name in names)
+
+
+def innermost(root: Path) -> Path:
+    """The folder that splits or classes lie in, as `shared` finds it in an archive: a folder that is alone and has
+    folders of images in it is neither a split nor a class."""
+    folder = root
+    while True:
+        folders = folders_in(folder)
+        if len(folders) != 1 or folders[0].name in SPLIT_FOLDERS or images_right_in(folder):
+            return folder if any(map(holds_image, folders)) else root
+        folder = folders[0]
 
 
 def no_classes(where: object) -> LinvitError:
     return LinvitError(f"{where} has no class folders: images belong in {where}/CLASS/")
+
+
+def too_deep(where: object, only: str) -> LinvitError:
+    return LinvitError(
+        f"{where} has one class, '{only}', with folders of images in it: if those are the classes, move them out of "
+        f"'{only}', else their images"
+    )
 
 
 def beside_classes(where: object, loose: list[str]) -> LinvitError:
@@ -176,17 +221,20 @@ class TarReader(Reader):
         if chosen:
             found = [row for row in found if row[0].parts[depth] == chosen]
         where = f"{path} ({chosen})" if chosen else str(path)
-        names = {name.parent.name for name, *_ in found}
-        loose = [name.name for name, *_ in found if len(name.parts) == depth + (2 if chosen else 1)]
+        level = depth + bool(chosen)  # of the class in a path
+        names = {name.parts[level] for name, *_ in found}
+        loose = [name.name for name, *_ in found if len(name.parts) == level + 1]
         if 0 < len(loose) < len(found):
             raise beside_classes(where, loose)
         if loose or (len(names) == 1 and not chosen):
             self.class_to_idx: dict[str, int] = {}
         else:
+            if chosen in SPLITS["train"] and shared([PurePosixPath(*name.parts[level:]) for name, *_ in found]):
+                raise too_deep(where, min(names))
             check_classes(names, classes, where)
             self.class_to_idx = classes or number_classes(names)
         found.sort(key=lambda row: natural_key(str(row[0])))
-        self.samples = [(str(name), self.class_to_idx.get(name.parent.name, 0)) for name, *_ in found]
+        self.samples = [(str(name), self.class_to_idx.get(name.parts[level], 0)) for name, *_ in found]
         self.places = [(start, size) for _, start, size in found]
         self.file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
 
@@ -215,7 +263,6 @@ def shared(names: list[PurePosixPath]) -> int:
 
 def images_in(path: Path) -> list[tuple[str, int, int]]:
     """The images of an uncompressed archive: name, first byte, size."""
-    types = get_img_extensions(as_set=True)
     try:
         with tarfile.open(path, "r:") as archive:
             members = [member for member in archive if member.isfile()]
@@ -225,4 +272,4 @@ def images_in(path: Path) -> list[tuple[str, int, int]]:
         hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else ""
         raise LinvitError(f"{path} cannot be read as an archive: {error}{hint}") from None
     names = [(member.name.removeprefix("./"), member) for member in members]
-    return [(n, m.offset_data, m.size) for n, m in names if os.path.splitext(n)[1].lower() in types]
+    return [(n, m.offset_data, m.size) for n, m in names if is_image(n)]

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError
 from linvit.tasks.classify.augmenting import Augmenter, check_batch, normalise
 from linvit.tasks.classify.data import Images, Stream
@@ -150,7 +151,7 @@ class Transformed(Dataset):
 
     def apply(self, picture: Image.Image, seed: int) -> Tensor:
         with seeded(seed):
-            return self.transform(picture.convert(self.mode))
+            return self.transform(eight_bits(picture).convert(self.mode))
 
 
 class Read(IterableDataset):
