@@ -92,8 +92,11 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
         def close(self) -> None:
             written["closed"] = []
 
-    monkeypatch.setattr("linvit.training.logs.tensorboard", lambda folder: Board())
+    begun: list[int] = []
+    monkeypatch.setattr("linvit.training.logs.tensorboard", lambda folder, after: begun.append(after) or Board())
     train(folder=tmp_path, log_steps=2, epochs=1)
+    train(folder=tmp_path, log_steps=2, epochs=1, resume=True)
+    assert begun == [-1, 4], "what was drawn after the checkpoint is dropped"
     assert written["train/loss"] == [2, 4] and written["eval/top1"] == [0, 4] and "closed" in written
 
 

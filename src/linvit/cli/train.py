@@ -81,6 +81,8 @@ def train(
         check_learnt(built, model, data, plan)
     elif guide is not None and not (teacher or config.teacher or Path(model).is_dir()) and accelerator.is_main_process:
         print("the teacher, the original, has random weights: train it first, or give --teacher", file=sys.stderr)
+    if resume and not (output / "checkpoints").exists() and accelerator.is_main_process:
+        print(f"there is nothing to resume in {output}: begun anew", file=sys.stderr)
     report = None
     if chosen is not None:
         with dropping(drop) as given_up:

@@ -160,9 +160,6 @@ class Fitting:
         if self.folder is not None and self.accelerator.is_main_process and not self.engine.begun:
             record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
             write_json(self.folder / RUN, {**record, "environment": environment(self.accelerator.device)})
-            if resume and self.engine.watch:
-                text = f"there is nothing to resume in {self.folder}: begun anew"
-                self.engine.watch({"kind": "note", "step": 0, "text": text})
         try:
             return self.engine.run(resume=resume)
         except Unreadable as error:
