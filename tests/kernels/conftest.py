@@ -21,6 +21,15 @@ else:
     collect_ignore = ["test_interpreted.py"] if ON_GPU else sorted(FILES - COMPILED - {"test_interpreted.py"})
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The interpreter computes float16 as it does bfloat16: of tests with both, it runs the one."""
+    names = {item.nodeid for item in items}
+    twins = [item for item in items if item.nodeid.replace("torch.float16", "torch.bfloat16") in names - {item.nodeid}]
+    if INTERPRETED and not ON_GPU and twins:
+        config.hook.pytest_deselected(items=twins)
+        items[:] = [item for item in items if item not in twins]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not ON_GPU:
         pytest.skip("needs a GPU")
