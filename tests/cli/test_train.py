@@ -7,35 +7,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from linvit import load, save
-from linvit.tasks.classify import fitting
 from linvit.training.logs import read_log
 from tests.cli.conftest import Outcome
-
-SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
-MODEL = ["vit_tiny_patch16_224", "--no-pretrained", *(f"--model-arg={key}={value}" for key, value in SHAPE.items())]
-QUICK = ["--device=cpu", "--set=precision=fp32", "--set=batch_size=128", "--set=epochs=1"]
-DEIT = ["--recipe=deit", "--set=randaugment=none", *QUICK]
-Linvit = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one epoch on digits."""
-    from linvit.cli import main
-
-    folder = tmp_path_factory.mktemp("teacher")
-    with pytest.raises(SystemExit) as stop:
-        main(["train", *MODEL, "--data=digits", *DEIT, "-o", str(folder), "--json"])
-    assert not stop.value.code
-    return folder
+from tests.cli.training import DEIT, MODEL, QUICK, SHAPE, Linvit, folder_of
 
 
 def test_train_leaves_a_run(teacher: Path) -> None:
@@ -97,25 +77,6 @@ def test_resumed_otherwise(linvit: Linvit, teacher: Path, tmp_path: Path) -> Non
     assert record.pop("loaders") == ["resident", "resident"]
     (run / "run.json").write_text(json.dumps(record))
     assert linvit(*args).code == 0
-
-
-def folder_of(path: Path, **classes: dict[str, int]) -> Path:
-    """An image folder: for each split its classes and how many images they have."""
-    draw = np.random.default_rng(0)
-    for split, counts in classes.items():
-        (path / split).mkdir(parents=True)
-        for name, count in counts.items():
-            (path / split / name).mkdir()
-            for index in range(count):
-                pixels = draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(path / split / name / f"{index}.png")
-    return path
-
-
-def broken(path: Path) -> Path:
-    folder_of(path, train={"a": 4, "b": 4}, val={"a": 2, "b": 2})
-    (path / "train" / "a" / "1.png").write_text("no picture")
-    return path
 
 
 def test_without_labels(linvit: Linvit, tmp_path: Path) -> None:
@@ -197,158 +158,6 @@ def test_alignment_alone_needs_no_labels(linvit: Linvit, tmp_path: Path) -> None
     assert outcome.code == 0, outcome.err
     assert "2 of its 24 images are held out for validation" in outcome.err
     assert (tmp_path / "run" / "best" / "model.safetensors").exists()
-
-
-SMALL = ["--recipe=deit", "--device=cpu", "--set=precision=fp32", "--set=epochs=1", "--set=batch_size=4"]
-
-
-@pytest.mark.parametrize(
-    "data, args, message",
-    [
-        (lambda p: p / "nowhere", [], "nowhere"),
-        (lambda p: folder_of(p, train={}, val={}), [], "has no class folders"),
-        (lambda p: folder_of(p, train={"a": 4, "b": 4}, val={"a": 2}), [], "b"),
-        (broken, [], "cannot read image"),
-        (lambda p: folder_of(p, train={"a": 4, "b": 4}, val={"a": 1, "b": 1}), ["--set=batch_size=64"],
-         "8 images, less than one batch of 64: give a smaller --set batch_size=…"),
-        (lambda p: folder_of(p, train={"a": 4, "b": 4, "c": 4}, val={"a": 1, "b": 1, "c": 1}),
-         ["--model-arg=num_classes=2"], "has 3 classes, the model 2 outputs"),
-    ],
-    ids=["missing", "empty", "class without validation", "unreadable", "too few", "too many classes"],
-)  # fmt: skip
-def test_bad_data(linvit: Linvit, tmp_path: Path, data: Callable[[Path], Path], args: list[str], message: str) -> None:
-    given = data(tmp_path / "photos")
-    outcome = linvit("train", *MODEL, f"--data={given}", *SMALL, *args, "-o", str(tmp_path / "run"))
-    assert outcome.code == 2 and message in outcome.err
-    assert outcome.err.splitlines()[-1].startswith("error: ") and "Traceback" not in outcome.err
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--recipe=mixo"], "unknown recipe 'mixo'; did you mean mixa"),
-        (["--plan=mixo"], "unknown plan 'mixo'; did you mean mixa"),
-        (["--recipe=fast"], "give --teacher, or --plan to learn from the original"),
-        (["--set=lr=fast"], "lr=fast: a number expected"),
-        (["--loader=disk"], "unknown loader 'disk'"),
-        (["--set=random_sizes=8,12"], "cannot take images of 12 pixels"),
-        (["--set=precision=fp16"], "precision=fp16 needs a GPU"),
-        (["--set=batch_size=127", "--set=mixup=1"], "127 images a process is odd"),
-        (["--recipe=fast", "--plan=stella", "--teacher=TEACHER"], "must have the same attention layers"),
-        (["--set=distillation=soft", "--teacher=TEACHER", "--model-arg=num_classes=12"], "the teacher has 10 classes"),
-        (["--set=distillation=token", "--teacher=TEACHER"], "token distillation needs a distilled model"),
-        (["--set=distillation=soft", "--teacher=nobody"], "unknown teacher 'nobody'"),
-        (["--set=distillation=soft", "--teacher=runs/nope"], "teacher 'runs/nope': there is no such folder"),
-        (["--set=distillation=soft", "--teacher=TEACHER", "--model-arg=img_size=16"],
-         "the teacher is for images of 8 pixels and the student's have 16"),
-        (["--set=distillation=soft", "--teacher=TEACHER", "--set=random_sizes=8,12",
-          "--model-arg=dynamic_img_size=true"], "the teacher is for images of 8 pixels and the student's have 12"),
-        (["--workers=-1"], "--workers -1: give 0 or more"),
-        (["--recipe=fast", "--plan=stella", "--set=stages.finetune.trainable=nothing"],
-         "stage finetune: no parameter of the model is 'nothing'"),
-        (["--recipe=fast", "--teacher=TEACHER"], "trains converted layers, and the model has none: give --plan"),
-        (["--set=stages.align.epochs=2"], "recipe deit has no stages"),
-        (["--option=local=3"], "--option and --drop are of a conversion: give --plan too"),
-        (["--set=optimiser=muon", "--set=muon=attention"], "muon=attention: no matrix of the model is called so"),
-        (["--set=eps=0"], "eps=0"),
-        (["--data=torch/cifar10"], "torch/cifar10 may lie anywhere: give its folder by --root DIR"),
-    ],
-)  # fmt: skip
-def test_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path, args: list[str], message: str) -> None:
-    args = [text.replace("TEACHER", str(teacher / "best")) for text in args]
-    deeper = ["--model-arg=depth=3"] if "--recipe=fast" in args else []
-    outcome = linvit("train", *MODEL, *deeper, "--data=digits", *DEIT, *args, "-o", str(tmp_path / "run"))
-    *notes, error = outcome.err.splitlines()
-    assert outcome.code == 2 and error.startswith("error: ") and message in error
-    assert not notes or "has random weights: train it first" in notes[0]
-    assert len(notes) < 2 and len(error) < 400 and not (tmp_path / "run").exists()
-
-
-def test_image_that_breaks_off_during_a_run(linvit: Linvit, tmp_path: Path) -> None:
-    """The set must stay the same for the run to go on: a file is put in its place."""
-    photos, run = broken(tmp_path / "photos"), str(tmp_path / "run")
-    args = ["train", *MODEL, f"--data={photos}", *SMALL, "--loader=streamed", "--workers=0", "-o", run]
-    outcome = linvit(*args)
-    assert outcome.code == 2 and "a/1.png: " in outcome.err and "replace the file rather than delete it" in outcome.err
-    (photos / "train" / "a" / "1.png").unlink()
-    assert "was begun with 8 images of" in linvit(*args, "--resume").err
-    shutil.copy(photos / "train" / "a" / "0.png", photos / "train" / "a" / "1.png")
-    assert linvit(*args, "--resume").code == 0
-
-
-def test_a_resumed_run_keeps_its_classes(linvit: Linvit, tmp_path: Path) -> None:
-    """A class folder that was renamed would move all labels behind it."""
-    photos = folder_of(tmp_path / "photos", train={"a": 4, "b": 4}, val={"a": 2, "b": 2})
-    args = ["train", *MODEL, f"--data={photos}", *SMALL, "-o", str(tmp_path / "run"), "--resume"]
-    first = linvit(*args)
-    assert first.code == 0 and f"there is nothing to resume in {tmp_path / 'run'}: begun anew" in first.err
-    for split in ("train", "val"):
-        (photos / split / "a").rename(photos / split / "c")
-    refused = linvit(*args)
-    assert refused.code == 2 and "was begun with classes a, b in this order: resume it so" in refused.err
-
-
-def test_two_runs_in_one_folder(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "PATIENCE", 0.3)
-    args = ["train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path / "run")]
-    with fitting.alone_in(tmp_path / "run"):
-        refused = linvit(*args)
-    assert refused.code == 2 and f"another process trains into {tmp_path / 'run'}: wait for it" in refused.err
-    assert not list((tmp_path / "run").iterdir())
-    assert linvit(*args).code == 0
-
-
-@pytest.mark.parametrize("name", ["last", "checkpoints"])
-def test_a_file_in_the_way_is_found_first(linvit: Linvit, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("mine")
-    refused = linvit("train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path))
-    assert refused.code == 2 and f"{tmp_path / name} is a file where a folder must be" in refused.err
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_divergence_is_told_once(linvit: Linvit, tmp_path: Path) -> None:
-    found = linvit(
-        "train", *MODEL, "--data=digits", *DEIT, "--set=lr=1e30", "--set=clip_norm=none", "-o", str(tmp_path)
-    )
-    assert found.code == 2 and found.err.count("no number any more") == 1, found.err
-
-
-def test_stopped_by_hand(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fitting.Engine, "take_step", stopped)
-    found = linvit("train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path / "run"))
-    assert found.code == 130 and f"the same command with --resume goes on with {tmp_path / 'run'}" in found.err
-
-
-def test_hub_out_of_reach(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*args: object, **kwargs: object) -> None:
-        raise OSError("no hub")
-
-    monkeypatch.setattr(timm, "create_model", unreachable)
-    refused = linvit("train", MODEL[0], "--data=digits", *DEIT, "-o", str(tmp_path / "run"))
-    assert refused.code == 2 and refused.err.endswith("(no hub); give --no-pretrained\n")
-
-
-def test_eval_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
-    best = str(teacher / "best")
-    assert "10 classes" in linvit("eval", *MODEL, "--data=digits", "--model-arg=num_classes=3", "--device=cpu").err
-    assert "no data at" in linvit("eval", best, f"--data={tmp_path / 'x'}", "--device=cpu").err
-    assert "make it first" in linvit("eval", best, "--data=digits", "-o", str(tmp_path / "x" / "y.json")).err
-    assert f"{tmp_path} is a folder: give a file" in linvit("eval", best, "--data=digits", "-o", str(tmp_path)).err
-    model = load(best)
-    torch.nn.init.constant_(model.head.bias, torch.nan)
-    save(model, tmp_path / "nan")
-    for args in ([], ["--json"]):
-        broken = linvit("eval", str(tmp_path / "nan"), "--data=digits", "--device=cpu", *args)
-        assert broken.code == 2 and "gives no numbers for 360 of 360 images" in broken.err and not broken.out
-
-
-def test_a_teacher_nobody_asks_is_a_mistake(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
-    found = linvit("train", "vit_tiny_patch16_224", "--no-pretrained", "--data=digits", "--recipe=deit",
-                   "--teacher=no_such_model", "-o", str(tmp_path / "run"))  # fmt: skip
-    assert found.code == 2 and "recipe deit has no use for a teacher" in found.err and not (tmp_path / "run").exists()
 
 
 def test_a_head_for_the_teacher(linvit: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -49,9 +49,10 @@ def eval_(
     Example: linvit eval runs/mixa/best --data imagenet --teacher deit_tiny_patch16_224
     """
     from linvit.tasks.classify import Preprocessing
+    from linvit.tasks.classify.checks import check_teacher_size, outputs_of
     from linvit.tasks.classify.classes import match_classes
     from linvit.tasks.classify.data import open_split, undivided
-    from linvit.tasks.classify.fitting import SourceMaker, check_teacher_size, outputs_of
+    from linvit.tasks.classify.fitting import SourceMaker
     from linvit.tasks.classify.metrics import evaluate
     from linvit.training.config import Config
     from linvit.training.distillation import Teacher, check_teacher, open_teacher

@@ -33,7 +33,8 @@ from linvit.errors import LinvitError
 from linvit.measurement.macs import count_macs
 from linvit.measurement.parameters import count_parameters
 from linvit.measurement.record import environment, package
-from linvit.tasks.classify.fitting import Fitting, check_same
+from linvit.tasks.classify.checks import check_same
+from linvit.tasks.classify.fitting import Fitting
 from linvit.tasks.classify.metrics import Evaluation
 from linvit.training.config import RETIRED, Config, Stage
 from linvit.training.logs import read_log

@@ -37,7 +37,7 @@ class Keeper:
         self.folder, self.seconds = folder, seconds
         if folder is not None and models:
             origin(model, None, None, layers_of(model))  # whether it can be saved: better known now than in the end
-        for name in ("checkpoints", "last", "best") if folder is not None else ():
+        for name in ("checkpoints", "last", "best"):
             if folder is not None and (folder / name).is_file():
                 raise LinvitError(f"{folder / name} is a file where a folder must be: move it, or give another folder")
         self.checkpoints = Checkpoints(folder / "checkpoints", fingerprint) if folder else None

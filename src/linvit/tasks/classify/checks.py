@@ -1,0 +1,102 @@
+"""What is looked at before a training begins or goes on, each mistake in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from linvit.conversion.convert import own_size
+from linvit.errors import LinvitError
+from linvit.tasks.classify.data import Images, Stream
+from linvit.training.config import Config
+from linvit.training.engine import FREE
+
+RUN = "run.json"
+
+
+def check_labels(config: Config, train: Images | Stream, validation: Images | Stream | None) -> None:
+    """Whether what has no labels needs none."""
+    if not train.labelled and config.needs_labels:
+        hint = "set distillation_weight=1" if config.distillation != "none" else "choose a recipe with a teacher"
+        raise LinvitError(f"{train.name} has no labels to learn from: {hint}, or put images in CLASS folders")
+    if validation is not None and train.labelled and not validation.labelled:
+        raise LinvitError(f"{validation.name} has no labels to validate by: put images in CLASS folders")
+
+
+def check_same(folder: Path, config: Config, identity: Mapping[str, Any]) -> None:
+    """Say what differs when somebody goes on with a run by another recipe, model or set."""
+    try:
+        begun = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        settings = begun["config"].items()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return  # the checkpoints know as well, only not what
+    ours = config.to_dict()
+    was = next((f"{key}={value}" for key, value in settings if key not in FREE and ours.get(key) != value), None)
+    if was is None:
+        now = json.loads(json.dumps(identity))
+        was = next((in_words(key, begun[key]) for key in now if key in begun and begun[key] != now[key]), None)
+    if was is not None:
+        raise LinvitError(f"the run in {folder} was begun with {was}: resume it so, or give another folder")
+
+
+def in_words(key: str, value: Any) -> str:
+    """Something that a run was begun with, as people say it."""
+    if key == "loaders":
+        return f"loader {value[0] if len({*value}) == 1 else 'auto'}"
+    if key == "classes" and value:
+        return f"classes {', '.join(value[:3])}{', …' if len(value) > 3 else ''} in this order"
+    if key == "sets":
+        return " and ".join(f"{one['images']:,} images of {one['name']}" for one in value)
+    return f"{key} {value}" if value not in ("", None, [], {}) else f"no {key}"
+
+
+def check_size(model: nn.Module, side: int, channels: int) -> None:
+    """Whether the model takes images of this size; many are built for one."""
+    reason = refusal(model, (side, side), channels)
+    if reason:
+        raise LinvitError(
+            f"{type(model).__name__} cannot take images of {side} pixels ({reason}): set input_size=none random_sizes= "
+            "for its own size, or build it with --model-arg dynamic_img_size=true"
+        )
+
+
+def check_teacher_size(teacher: nn.Module, size: tuple[int, int], channels: int) -> None:
+    """Whether the teacher takes the images that the student sees."""
+    first = next((module for module in teacher.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is not None and first.in_channels != channels:
+        counts = f"{first.in_channels} channels and the student's have {channels}"
+        raise LinvitError(f"the teacher is for images of {counts}: choose another teacher")
+    reason = refusal(teacher, size, channels)
+    if reason:
+        theirs, ours = ("×".join(str(side) for side in dict.fromkeys(sides)) for sides in (own_size(teacher), size))
+        raise LinvitError(
+            f"the teacher is for images of {theirs} pixels and the student's have {ours} ({reason}): "
+            f"choose a teacher for {ours}, or a student for {theirs}"
+        )
+
+
+@torch.no_grad()
+def refusal(model: nn.Module, size: tuple[int, int], channels: int) -> str | None:
+    """Why the model takes no images of this size; none where it does."""
+    like = next(model.parameters())
+    training = model.training
+    try:
+        model.eval()(torch.zeros(1, channels, *size, device=like.device, dtype=like.dtype))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    finally:
+        model.train(training)
+    return None
+
+
+def outputs_of(model: Any) -> int:
+    """How many classes a model tells apart."""
+    found = getattr(model, "num_classes", None) or getattr(getattr(model, "config", None), "num_labels", None)
+    if not isinstance(found, int) or found < 1:
+        raise LinvitError(f"{type(model).__name__} has no classifier: create it with num_classes=…")
+    return found
