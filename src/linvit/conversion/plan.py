@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from linvit.attention import list_mechanisms, mechanism_class
@@ -31,6 +32,7 @@ class Choice:
 
 
 VERSION = 1  # of the plan as plain data
+COMMA = re.compile(r",(?![^\[{(]*[\]})])")  # one that stands outside brackets
 PLACES = ("first", "last", "alternating")
 
 
@@ -231,3 +233,46 @@ def as_plan(plan: str | Plan, **options: Any) -> Plan:
     if plan not in list_mechanisms():
         raise unknown("plan", plan, {*PLANS, *list_mechanisms()})
     return Plan(plan, Choice(plan, options))
+
+
+def parse_plan(text: str, **options: Any) -> Plan:
+    """A plan as it is typed: a name, a name with options (`mixa:keep=6,where=last`), or a plan's JSON file."""
+    name, named = split_options(text)
+    if not name.endswith(".json"):
+        twice = sorted(named.keys() & options.keys())
+        if twice:
+            raise LinvitError(f"the option {twice[0]} of plan {name} is given twice")
+        return as_plan(name, **named, **options)
+    if named:
+        raise LinvitError(f"options go with a plan's name, not with a plan's file: '{text}'")
+    try:
+        data = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LinvitError(f"cannot read the plan {name}: {error}") from None
+    return as_plan(Plan.from_dict(data), **options)
+
+
+def split_options(text: str) -> tuple[str, dict[str, Any]]:
+    """`name:option=value,option=value` as the name and the options, each value read as JSON where it is JSON."""
+    name, colon, rest = text.strip().partition(":")
+    options: dict[str, Any] = {}
+    for piece in COMMA.split(rest) if colon else ():
+        option, equals, value = piece.partition("=")
+        if not equals or not option.strip():
+            raise LinvitError(f"a plan's options are written name:option=value,option=value; got '{text}'")
+        try:
+            options[option.strip()] = json.loads(value)
+        except ValueError:
+            options[option.strip()] = value.strip()
+    return name, options
+
+
+def split_plans(text: str) -> list[str]:
+    """`a,b:x=1,y=2,c` as plans: a piece with `=` and no colon is a further option of the one before."""
+    found: list[str] = []
+    for piece in (piece.strip() for piece in COMMA.split(text)):
+        if found and "=" in piece and ":" not in piece.partition("=")[0]:
+            found[-1] += f",{piece}"
+        elif piece:
+            found.append(piece)
+    return found

@@ -1,0 +1,191 @@
+"""Files that are whole or not there: atomic writes, locks and digests. Nothing else in linvit renames, syncs or locks.
+
+A file is written beside its place, flushed to the disk and renamed, so that a reader, or a crash, never meets half of
+it. What a killed process left beside its place begins with a dot, and no reader looks at those.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from linvit.errors import LinvitError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+TEMPORARY = ".writing-"  # what temporary files' names begin with
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # a file system without hard links, as on some cloud drives
+
+
+@contextmanager
+def temporary(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
+    """A path beside `path` to write to; when the block ends well, the file is synced and takes the place of `path`.
+    With `exclusive` a file that is there already stays, and FileExistsError is raised."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
+    os.close(handle)
+    beside = Path(name)
+    try:
+        yield beside
+        sync(beside)
+        beside.chmod(0o666 & ~umask())
+        if exclusive:
+            link(beside, path)
+        else:
+            os.replace(beside, path)
+        sync_folder(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def link(beside: Path, path: Path) -> None:
+    """Give a file its name unless that is taken; without hard links there is a moment in which two may think so."""
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
+        os.replace(beside, path)
+
+
+def write(path: Path, content: bytes | str) -> None:
+    """Write a file whole, in the place of what was there."""
+    with temporary(path) as beside:
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def create(path: Path, content: bytes | str) -> bool:
+    """Write a file unless there is one; whether it was written. Of two writers the first one's stays."""
+    try:
+        with temporary(path, exclusive=True) as beside:
+            beside.write_bytes(content.encode() if isinstance(content, str) else content)
+    except FileExistsError:
+        return False
+    return True
+
+
+def to_json(data: Any) -> str:
+    """Data as the text of a JSON file. NaN and infinity are a ValueError: other programs cannot read them."""
+    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_json(path: Path, data: Any) -> None:
+    write(path, to_json(data))
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds, or None where there is none that can be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_folder(folder: Path, files: Mapping[str, Callable[[str], object]]) -> None:
+    """Write a folder's files, each by its function of a path, and move them in when all are there.
+
+    The last of the old files goes before the first new one comes, so that a folder never mixes two saves.
+    """
+    if folder.is_file():
+        raise LinvitError(f"{folder} is a file: give a folder")
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as beside:
+            for name, write_to in files.items():
+                path = Path(beside, name)
+                write_to(str(path))
+                path.chmod(0o666 & ~umask())  # safetensors' files are for their owner only
+                sync(path)
+            (folder / list(files)[-1]).unlink(missing_ok=True)
+            for name in files:
+                os.replace(Path(beside, name), folder / name)
+        sync_folder(folder)
+    except BaseException as error:
+        if made and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        if isinstance(error, OSError):
+            raise LinvitError(f"cannot write {folder}: {error}") from error
+        raise
+
+
+def clear_temporary(folder: Path) -> None:
+    """Remove what a killed process left half written in a folder that no other process writes to now."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        if path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def sync(path: Path) -> None:
+    """Make a file's content last through a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder's names last as well, where the file system can."""
+    with suppress(OSError):
+        sync(folder)
+
+
+@contextmanager
+def locked(path: Path, *, wait: float | None = None, busy: str = "") -> Iterator[None]:
+    """Hold the lock of a file or folder. Without `wait`, as long as it takes; with it, `busy` is the error after so
+    many seconds. Where the file system has no locks, go on without."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        acquire(handle, wait, busy)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough where workers were forked
+    finally:
+        os.close(handle)
+
+
+def acquire(handle: int, wait: float | None, busy: str) -> None:
+    until = None if wait is None else time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if until is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if until is not None and time.monotonic() > until:
+                raise LinvitError(busy) from None
+            time.sleep(0.1)
+        except OSError:
+            return
+
+
+def sha256(path: Path) -> bytes:
+    """The digest of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
