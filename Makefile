@@ -1,4 +1,4 @@
-# Everything runs from a clean clone with Python 3.11, make and a C++ compiler; .venv is made on the way.
+# Everything runs from a clean clone with Python 3.11 to 3.13, make and a C++ compiler; .venv is made on the way.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 # One thread a process: the tests run in two of them.
 test: export OMP_NUM_THREADS = 1
 
-.PHONY: test lint format docs demo venv clean
+.PHONY: test lint format docs wheel demo venv clean
 
 test: $(INSTALLED)
 	$(BIN)/pytest -q -n 2
@@ -23,6 +23,10 @@ format: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python scripts/docs.py
+	$(BIN)/mkdocs build --strict --quiet
+
+wheel: $(INSTALLED)
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 demo: $(INSTALLED)
 	$(BIN)/python -m scripts.demo
@@ -35,4 +39,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv demo site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

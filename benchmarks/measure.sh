@@ -21,12 +21,12 @@ bench() { # result, then the command; a result that is there is left alone
   fi
 }
 
-deit=(model deit_small_patch16_224 --to stella)
-sizes=(--resolution 224,224,896,1792 --batch 64,256,16,4)
+deit=(model deit_small_patch16_224 --plan stella)
+sizes=(--size 224,224,896,1792 --batch 64,256,16,4)
 corners=(op -m stella --heads 3,12 --head-dim 16,64 --tokens 784,3136,12544)
 quadratic=(op -m relu_quadratic --batch 64 --heads 6 --head-dim 64 --tokens 784,1024,3136,12544)
 windows=(op -m relu_quadratic --bias --batch 1024 --heads 3 --head-dim 32 --tokens 49,196)
-swin=(model swin_tiny_patch4_window7_224 --to mixa --model-arg window_size=14)
+swin=(model swin_tiny_patch4_window7_224 --plan mixa --model-arg window_size=14)
 efficient=(op -m efficient --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136,12544)
 mobile=(op -m mobile --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136)
 
@@ -36,7 +36,7 @@ if [ "$warm" ]; then
   export TORCHINDUCTOR_COMPILE_THREADS=4
   for size in "224 64" "224 256" "896 16" "1792 4"; do
     read -r pixels batch <<<"$size"
-    bench model-deit_small-stella "${deit[@]}" --resolution "$pixels" --batch "$batch" --modes compiled --passes training
+    bench model-deit_small-stella "${deit[@]}" --size "$pixels" --batch "$batch" --modes compiled --passes training
   done
   bench model-deit_small-stella "${deit[@]}" "${sizes[@]}" --modes compiled --passes inference
   bench op-stella op -m stella --preset deit --compared compiled
@@ -54,7 +54,7 @@ if [ "$warm" ]; then
   if [ "$images" ]; then
     for recipe in distil fast; do
       for some in mixa,stella relu_linear,castling qt,mobile efficient,xca; do
-        bench training-vit_tiny-$recipe "${tiny[@]}" --recipe $recipe --to $some
+        bench training-vit_tiny-$recipe "${tiny[@]}" --recipe $recipe --plan $some
       done
     done
   fi
@@ -67,10 +67,10 @@ bench op-stella-grid op -m stella --preset grid --compared ours,sdpa --budget 0.
 bench op-stella op -m stella --preset deit --budget 0.04
 bench op-stella-compiled "${corners[@]}" --batch 1,8,64 --compared ours,compiled --budget 0.02
 if [ "$images" ]; then
-  bench training-vit_tiny "${tiny[@]}" --recipe deit --set batch_size=256 --to stella
+  bench training-vit_tiny "${tiny[@]}" --recipe deit --set batch_size=256 --plan stella
   for recipe in distil fast; do
     bench training-vit_tiny-$recipe "${tiny[@]}" --recipe $recipe --steps 100 \
-      --to mixa,stella,relu_linear,castling,qt,mobile,efficient,xca
+      --plan mixa,stella,relu_linear,castling,qt,mobile,efficient,xca
   done
 fi
 bench op-stella-host op -m stella --batch 1 --heads 3 --head-dim 16,64 --tokens 196 --compared ours,sdpa --budget 0.8
@@ -79,4 +79,4 @@ bench op-relu_quadratic-bias "${windows[@]}" --compared ours,sdpa,reference --bu
 bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-efficient "${efficient[@]}" --compared ours,sdpa,reference --budget 0.04
 bench model-deit_small-stella-eager "${deit[@]}" "${sizes[@]}" --modes eager --budget 0.2
-bench model-swin_tiny-mixa "${swin[@]}" --resolution 224 --batch 128 --modes eager --budget 0.5
+bench model-swin_tiny-mixa "${swin[@]}" --size 224 --batch 128 --modes eager --budget 0.5
