@@ -21,6 +21,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(INSTALLED)
 	$(BIN)/python scripts/docs.py
 	$(BIN)/mkdocs build --strict --quiet
