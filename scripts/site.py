@@ -1,7 +1,7 @@
 """mkdocs' hook: what the site takes from the sources and folders themselves, so that it needs no line for a new thing.
 
-A folder in the navigation stands for all of its pages. A page of docs/api/ that says `::: linvit.room` gets what the room's
-`__all__` names, each from where it is defined; `::: linvit` itself becomes a table that leads there.
+A folder in the navigation stands for all of its pages. A page of docs/api/ that says `::: linvit.room` gets what the
+room's `__all__` names, each from where it is defined; `::: linvit` itself becomes a table that leads there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = Path(__file__).parent.parent / "src"
+HEADLESS = "{members: false, show_root_heading: false, show_root_toc_entry: false}"
 DIRECTIVE = re.compile(r"^::: (linvit[\w.]*)$", re.MULTILINE)
 
 
@@ -40,7 +41,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def contents(module: str, rooms: set[str]) -> str:
     """A module's docstring, then what it offers: in full, or where a room's page has it, as a row that links there."""
-    rows, parts = [], [f"::: {module}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}"]
+    rows, parts = (
+        [],
+        [f"::: {module}\n    options: {HEADLESS}"],
+    )
     for name in exports(module):
         home = definition(module, name)
         room = next((room for room in rooms if home.startswith(f"linvit.{room}.")), None)

@@ -1,16 +1,24 @@
-"""The documents are true: pages are current, links lead somewhere, examples run."""
+"""The documents are true: pages are current, links lead somewhere, examples run, numbers are what was measured."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 
+from linvit.version import __version__
+
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -32,6 +40,14 @@ def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", document.read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert (document.parent / target).exists(), f"{target} is not there"
+
+
+@named
+def test_files_it_names_are_there(document: Path) -> None:
+    """Results and experiments that a command reads; what it is to write has a name of its own."""
+    text = document.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![-\w/])((?:benchmarks|docs|scripts|src|tests)/[\w./-]*\w)", text))
+    assert [name for name in sorted(named) if "FILE" not in name and not (ROOT / name).exists()] == []
 
 
 @named
@@ -62,3 +78,45 @@ def test_examples_run(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     exec(compile("\n".join(blocks), document.name, "exec"), {})
+
+
+@named
+def test_python_parses(document: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+        ast.parse(block)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 520
+
+
+def test_readme_has_the_numbers_that_were_measured() -> None:
+    """Speeds as the result files have them, accuracies as the tables of docs/results.md."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    kernel = {
+        (row["tokens"], row["implementation"]): row["graph_ms"]["median"]
+        for row in measured("op-stella-h200")
+        if row["pass"] == "forward"
+    }
+    model = {
+        (row["resolution"], row["attention"]): row["images_per_second"]
+        for row in measured("model-deit_small-stella-h200")
+        if (row["pass"], row["mode"]) == ("inference", "graph")
+    }
+    small, large = (kernel[tokens, "sdpa"] / kernel[tokens, "ours"] for tokens in (196, 12544))
+    near, far = (model[size, "converted"] / model[size, "softmax"] for size in (224, 1792))
+    found = re.findall(r"\| ([\d.]+)× \|", readme)
+    assert found == [f"{small:.2f}", f"{large:.0f}", f"{near:.2f}", f"{far:.2f}"]
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    points = re.findall(r"\| ([+−][\d.]+ \[.*?\]) \|", readme)
+    assert len(points) == 2 and all(f"| {point} |" in results for point in points)
+
+
+def measured(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+    return rows
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {__version__}," in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
