@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from linvit.attention import Mechanism, Size, TokenGrid, create_attention, mechanism_class
-from linvit.cli.list import build, differences, mechanisms
+from linvit.cli.list import differences, mechanisms
 from linvit.conversion import huggingface
 from linvit.conversion.host import Host
 from linvit.conversion.hosts import HOSTS
@@ -54,7 +54,7 @@ def page(row: dict[str, Any]) -> str:
     if row["options"]:
         options = [f"| `{name}` | `{default!r}` |" for name, default in row["options"].items()]
         parts.append("\n".join(["| option | default |", "|---|---|", *options]))
-    parts.append(call(build(row["name"])))
+    parts.append(call(build(row["name"], GRIDS[0])))
     differs = differences(row["capabilities"])
     cost = "linear" if row["capabilities"]["linear"] else "quadratic"
     parts.append(f"Cost: {cost} in the tokens. Differs from the usual: {', '.join(differs) or 'nothing'}.")
@@ -94,8 +94,11 @@ def macs(name: str) -> str:
 
 
 def count(name: str, grid: TokenGrid) -> int:
-    mechanism = create_attention(name, heads=HEADS, head_dim=HEAD_DIM, grid=grid)
-    return mechanism.macs(Size(1, HEADS, HEAD_DIM, HEAD_DIM, grid, grid))
+    return build(name, grid).macs(Size(1, HEADS, HEAD_DIM, HEAD_DIM, grid, grid))
+
+
+def build(name: str, grid: TokenGrid) -> Mechanism:
+    return create_attention(name, heads=HEADS, head_dim=HEAD_DIM, grid=grid)
 
 
 def conversion() -> str:
