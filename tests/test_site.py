@@ -14,7 +14,7 @@ from scripts import site
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-INTERNAL = {"cli", "kernels"}  # rooms that users reach by commands, or through mechanisms
+INTERNAL = {"cli", "kernels", "page"}  # rooms that users reach by commands, or through mechanisms
 ROOMS = sorted(path.parent.name for path in (ROOT / "src" / "linvit").glob("*/__init__.py"))
 
 
