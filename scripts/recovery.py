@@ -251,7 +251,7 @@ def main(store: Path, page: Path, picture: Path | None = None, speeds: Sequence[
         draw(found, teacher, picture)
     if picture and measured:
         draw(found, teacher, picture.with_stem(f"{picture.stem}-seconds"), measured)
-    splice(page, store.name, tables(found, measured))
+    splice(page, store.name.partition(".")[0], tables(found, measured))
 
 
 if __name__ == "__main__":
