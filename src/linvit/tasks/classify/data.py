@@ -11,7 +11,8 @@ without labels, because a teacher has the answers, says so: `open_images("photos
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -66,15 +67,28 @@ class Images(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         """The decoded picture and its label; an unreadable one is an error that names its file."""
-        try:
+        with self.naming(index):
+            picture, label = self.open(index)
+            picture.load()
+            return eight_bits(picture), label
+
+    def open(self, index: int) -> tuple[Image.Image, int]:
+        """The picture, of which only the header may have been read, and its label."""
+        with self.naming(index):
             picture, label = self.source[index][:2]
             if not isinstance(picture, Image.Image):
                 picture = Image.open(picture)
-            picture.load()
-            picture = eight_bits(picture)
+        return picture, int(label) if self.outputs is None else self.output(int(label))
+
+    @contextmanager
+    def naming(self, index: int) -> Iterator[None]:
+        """What goes wrong with a picture inside names its file."""
+        try:
+            yield
+        except LinvitError:
+            raise
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise Unreadable(f"cannot read image {self.filename(index)}: {first_line(error)}") from None
-        return picture, int(label) if self.outputs is None else self.output(int(label))
 
     def output(self, label: int) -> int:
         assert self.outputs is not None
