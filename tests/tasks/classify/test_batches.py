@@ -222,3 +222,42 @@ def test_a_gpu_that_is_not_there_is_not_asked_for() -> None:
         Streamed(landscapes(), Preprocessing((48, 48)), 4, 4, augmentation=CROPS, decoder="gpu")
     with pytest.raises(LinvitError, match="unknown decoder 'tpu'"):
         Streamed(landscapes(), Preprocessing((48, 48)), 4, 4, augmentation=CROPS, decoder="tpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestGpu:
+    """The same on a GPU, where steps are made ahead and JPEGs decoded by it."""
+
+    def test_pictures_of_the_models_size_are_the_same(self) -> None:
+        images = Images("photographs", [(photographs()[i % 8], i % 5) for i in range(70)], labels=[0] * 70)
+        chosen = Preprocessing((32, 32))
+        resident = Resident(decode(images, chosen, device="cuda"), chosen, 10, 5, augmentation=FULL)
+        streamed = Streamed(images, chosen, 10, 5, augmentation=FULL, device="cuda", workers=2)
+        for epoch in (0, 1):
+            for ours, theirs in zip(resident.epoch(epoch), streamed.epoch(epoch), strict=True):
+                assert (ours[0] - theirs[0]).abs().mean() < 0.02  # a box may differ by a pixel: the host draws it
+                torch.testing.assert_close(ours[1], theirs[1])
+
+    def test_jpegs_decoded_by_it(self) -> None:
+        chosen, images = Preprocessing((64, 64)), landscapes([(120, 90), (90, 120), (64, 64), (125, 127)] * 20)
+        sources = [
+            Streamed(images, chosen, 40, 4, augmentation=CROPS, device="cuda", decoder=decoder, workers=2)
+            for decoder in ("gpu", "cpu")
+        ]
+        for epoch in (0, 1):
+            for ours, theirs in zip(*(source.epoch(epoch) for source in sources), strict=True):
+                apart = in_grey_levels(ours[0].cpu(), theirs[0].cpu(), chosen)
+                assert apart.mean() < 3 and torch.equal(ours[1], theirs[1])
+
+    def test_what_is_trained_on_is_not_overwritten(self) -> None:
+        """Steps are made ahead on another stream: a batch in use must not become the next one's memory."""
+        chosen, images = Preprocessing((64, 64)), landscapes([(120, 90), (90, 120)] * 64)
+        wanted = [
+            x.sum().item() for x, _ in Streamed(images, chosen, 16, 4, augmentation=CROPS, device="cuda").epoch(0)
+        ]
+        found = []
+        for x, _ in Streamed(images, chosen, 16, 4, augmentation=CROPS, device="cuda").epoch(0):
+            torch.cuda._sleep(50_000_000)
+            found.append(x.sum())
+        assert [value.item() for value in found] == wanted
