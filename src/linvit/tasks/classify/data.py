@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError, Unreadable, unknown
-from linvit.tasks.classify.readers import SPLITS, Part, TarReader, check_path, folder_reader, more, no_classes
+from linvit.tasks.classify.readers import SPLITS, Subset, TarReader, check_path, folder_reader, more, no_classes
 
 PREFIXES = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets"}
 PREFIXES |= {"wds": "webdataset"}  # the package that each kind of set needs
@@ -171,7 +171,7 @@ def open_images(
         folder = None if root is None else str(root)
         if prefix in STREAMS:
             return Stream(name, split, folder, options)
-        return named(name, open_timm(name, split, folder, **options))
+        return from_timm(name, open_timm(name, split, folder, **options))
     path = Path(data) if root is None else Path(root) / data
     check_path(path)
     reader: Any
@@ -183,10 +183,10 @@ def open_images(
         raise LinvitError(f"{path} is neither an image folder nor a .tar archive")
     if not (reader.class_to_idx or unlabelled):
         raise no_classes(path / reader.chosen if reader.chosen else path)
-    return read_by(reader, name)
+    return from_reader(reader, name)
 
 
-def read_by(reader: Any, name: str, note: str = "") -> Images:
+def from_reader(reader: Any, name: str, note: str = "") -> Images:
     """A reader's images."""
     return Images(
         name,
@@ -238,8 +238,8 @@ def hold_out(images: Images) -> tuple[Images, Images]:
     if not held.any():
         raise LinvitError(f"{images.name} has too few images to hold some out: put others in {images.name}/val/")
     note = f"{images.name} has no splits: {held.sum():,} of its {len(images):,} images are held out for validation"
-    parts = (Part(images.source, np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
-    train, validation = (read_by(part, images.name, text) for part, text in zip(parts, ("", note), strict=True))
+    parts = (Subset(images.source, np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
+    train, validation = (from_reader(part, images.name, text) for part, text in zip(parts, ("", note), strict=True))
     validation.held_out_of = len(images)
     return train, validation
 
@@ -267,7 +267,7 @@ def open_timm(name: str, split: str, root: str | None, **options: Any) -> Any:
         raise LinvitError(f"cannot open {name}: {text}") from None
 
 
-def named(name: str, dataset: Any) -> Images:
+def from_timm(name: str, dataset: Any) -> Images:
     """A set that timm opened: torchvision's own class, or timm's around a reader."""
     reader = getattr(dataset, "reader", None)
     labels = getattr(dataset, "targets", None)

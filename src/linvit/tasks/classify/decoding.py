@@ -172,16 +172,20 @@ def plain_jpeg(picture: Image.Image, mode: str) -> bytes:
 def decode_jpegs(files: Sequence[Tensor], mode: str, device: torch.device) -> list[Tensor] | None:
     """Pictures on the device, uint8 `(channels, height, width)`; None where one of them cannot be decoded.
 
-    The decoder writes where the allocator lets it, without regard to what the current stream still has to read there:
-    so that has to be done first."""
+    The decoder writes on a stream of its own, without regard to what the current one still has to do with the memory
+    that it is given: so that has to be done first, and nothing may fill the memory meanwhile."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+    settings: Any = torch.utils.deterministic
+    fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:
         return decode_jpeg(list(files), ImageReadMode.RGB if mode == "RGB" else ImageReadMode.GRAY, device=device)
     except RuntimeError:
         return None
+    finally:
+        settings.fill_uninitialized_memory = fill
 
 
 @lru_cache(maxsize=8)

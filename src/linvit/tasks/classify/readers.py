@@ -181,7 +181,7 @@ class LooseReader(Reader):
         return os.path.basename(name) if basename else name
 
 
-class Part(Reader):
+class Subset(Reader):
     """Some of a reader's images."""
 
     def __init__(self, whole: Any, indices: list[int]) -> None:

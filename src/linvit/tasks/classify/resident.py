@@ -29,7 +29,7 @@ from linvit.tasks.classify.data import Images, Stream
 from linvit.tasks.classify.geometry import frames_of
 from linvit.tasks.classify.preprocessing import Preprocessing
 
-ROOM = 0.6  # share of the device's free memory that a set may take; the model needs some as well
+MEMORY_SHARE = 0.6  # share of the device's free memory that a set may take; the model needs some as well
 Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 
 
@@ -97,7 +97,7 @@ def check_room(name: str, size: int, device: torch.device) -> None:
     if device.type != "cuda":
         return
     free = torch.cuda.mem_get_info(device)[0]
-    if size > ROOM * free:
+    if size > MEMORY_SHARE * free:
         raise LinvitError(
             f"{name} takes {size / 2**30:.1f} GiB decoded, too much for {free / 2**30:.1f} GiB of free device memory: "
             "train without the resident loader"
