@@ -12,6 +12,7 @@ from timm.data.dataset import IterableImageDataset
 from linvit.errors import LinvitError
 from linvit.tasks.classify import Augmentation, Images, Preprocessing, Stream, Streamed, open_images
 from linvit.tasks.classify.randaugment import OPERATIONS, Draw, RandAugment
+from linvit.tasks.classify.streaming import one_ahead
 from tests.tasks.classify.pictures import photographs, stack
 from tests.tasks.classify.test_data import break_image, make_folder
 from tests.tasks.classify.test_resident import equal
@@ -140,3 +141,24 @@ def test_any_interpolation() -> None:
     assert torch.equal(found["random"][::2], found["bilinear"][::2])
     assert torch.equal(found["random"][1::2], found["bicubic"][1::2])
     assert not torch.equal(found["bilinear"], found["bicubic"])
+
+
+def test_steps_made_ahead_come_in_order_and_end_with_their_error() -> None:
+    made: list[int] = []
+
+    def steps():
+        for number in range(5):
+            made.append(number)
+            yield torch.tensor(number), torch.tensor(0), None
+        raise LinvitError("broken")
+
+    ahead = one_ahead(steps(), None)
+    assert next(ahead)[0] == 0
+    ahead.close()
+    assert made == [0, 1]
+    found = []
+    with pytest.raises(LinvitError, match="broken"):
+        for step in one_ahead(steps(), None):
+            found.append(int(step[0]))
+    assert found == [0, 1, 2, 3, 4]
+    assert [int(step[0]) for step in one_ahead(iter([(torch.tensor(7), torch.tensor(0), None)]), None)] == [7]

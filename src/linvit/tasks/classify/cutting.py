@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 
 from linvit.conversion.calibration import eight_bits
 
@@ -72,14 +71,16 @@ def shrink(pictures: Sequence[Tensor], boxes: Tensor, size: tuple[int, int], how
     hulls = [hull(box, *picture.shape[1:]) for picture, box in zip(pictures, boxes.tolist(), strict=True)]
     parts = [p[:, top:bottom, left:right] for p, (top, bottom, left, right) in zip(pictures, hulls, strict=True)]
     tall, wide = (max(part.shape[side] for part in parts) for side in (1, 2))
-    whole = torch.stack([F.pad(part, (0, wide - part.shape[2], 0, tall - part.shape[1])) for part in parts]).to(kind)
+    whole = pictures[0].new_zeros(len(parts), len(parts[0]), tall, wide)
+    for row, part in enumerate(parts):
+        whole[row, :, : part.shape[1], : part.shape[2]].copy_(part)
     corners = torch.tensor([(top, left) for top, _, left, _ in hulls])
     shapes = torch.tensor([part.shape[1:] for part in parts])
     down, across = (
         weights(boxes[:, side] - corners[:, side], boxes[:, 2 + side], shapes[:, side], room, size[side], how, device)
         for side, room in enumerate((tall, wide))
     )
-    found = down.to(kind)[:, None] @ whole @ across.to(kind)[:, None].mT
+    found = down.to(kind)[:, None] @ whole.to(kind) @ across.to(kind)[:, None].mT
     return found.float().round().clamp(0, 255).to(torch.uint8)
 
 

@@ -69,7 +69,7 @@ class Streamed(Batches):
             chunks = islice(chunks, skip, self.batches if self.augmenter else None)
         steps = self.steps(chunks)
         try:
-            yield from steps if self.device.type != "cuda" else one_ahead(steps, self.device)
+            yield from one_ahead(steps, torch.cuda.Stream(self.device)) if self.device.type == "cuda" else steps
         finally:
             self.reading = self.reading and not first
 
@@ -144,14 +144,14 @@ class Requests:
                 yield Request(indices[part].tolist(), None if numbers is None else numbers[part], last)
 
 
-def one_ahead(steps: Iterator[Pictures], device: torch.device) -> Iterator[Pictures]:
-    """The steps of a GPU, each made while the one before is trained on: in a thread, on a CUDA stream of its own."""
-    stream = torch.cuda.Stream(device)
+def one_ahead(steps: Iterator[Pictures], stream: torch.cuda.Stream | None) -> Iterator[Pictures]:
+    """The same steps, each made while the one before is trained on: in a thread, and for a GPU on its own stream."""
 
     def fetch() -> Pictures | None:
         with torch.cuda.stream(stream):
             found = next(steps, None)
-        stream.synchronize()
+        if stream is not None:
+            stream.synchronize()
         return found
 
     with ThreadPoolExecutor(1) as thread:
@@ -159,8 +159,8 @@ def one_ahead(steps: Iterator[Pictures], device: torch.device) -> Iterator[Pictu
         while (found := coming.result()) is not None:
             coming = thread.submit(fetch)
             for tensor in found:
-                if tensor is not None:
-                    tensor.record_stream(torch.cuda.current_stream(device))
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
             yield found
 
 
