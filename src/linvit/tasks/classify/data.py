@@ -24,7 +24,15 @@ from torch.utils.data import Dataset
 
 from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError, Unreadable, unknown
-from linvit.tasks.classify.readers import SPLITS, Subset, TarReader, check_path, folder_reader, more, no_classes
+from linvit.tasks.classify.readers import (
+    SPLITS,
+    FileReader,
+    archive_reader,
+    check_path,
+    folder_reader,
+    more,
+    no_classes,
+)
 
 PREFIXES = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets"}
 PREFIXES |= {"wds": "webdataset"}  # the package that each kind of set needs
@@ -174,11 +182,10 @@ def open_images(
         return from_timm(name, open_timm(name, split, folder, **options))
     path = Path(data) if root is None else Path(root) / data
     check_path(path)
-    reader: Any
     if path.is_dir():
         reader = folder_reader(path, split, classes)
     elif path.suffix in (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst"):
-        reader = TarReader(path, split, classes)
+        reader = archive_reader(path, split, classes)
     else:
         raise LinvitError(f"{path} is neither an image folder nor a .tar archive")
     if not (reader.class_to_idx or unlabelled):
@@ -186,7 +193,7 @@ def open_images(
     return from_reader(reader, name)
 
 
-def from_reader(reader: Any, name: str, note: str = "") -> Images:
+def from_reader(reader: FileReader, name: str, note: str = "") -> Images:
     """A reader's images."""
     return Images(
         name,
@@ -238,7 +245,7 @@ def hold_out(images: Images) -> tuple[Images, Images]:
     if not held.any():
         raise LinvitError(f"{images.name} has too few images to hold some out: put others in {images.name}/val/")
     note = f"{images.name} has no splits: {held.sum():,} of its {len(images):,} images are held out for validation"
-    parts = (Subset(images.source, np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
+    parts = (images.source.subset(np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
     train, validation = (from_reader(part, images.name, text) for part, text in zip(parts, ("", note), strict=True))
     validation.held_out_of = len(images)
     return train, validation
