@@ -36,15 +36,21 @@ def cut(picture: Image.Image, box: Sequence[float], size: tuple[int, int], mode:
     height, width = size
     before = picture.size
     fewer = math.ceil(before[0] * width / box[3]), math.ceil(before[1] * height / box[2])
-    if fewer[0] <= before[0] and fewer[1] <= before[1]:
+    if 2 * fewer[0] <= before[0] and 2 * fewer[1] <= before[1]:
         picture.draft(picture.mode, fewer)
     down, across = picture.height / before[1], picture.width / before[0]
     top, left, tall, wide = box[0] * down, box[1] * across, box[2] * down, box[3] * across
     first, last, start, stop = hull((top, left, tall, wide), picture.height, picture.width)
-    picture = eight_bits(picture).convert(mode).crop((start, first, stop, last))
+    picture = in_mode(picture, mode).crop((start, first, stop, last))
     left, top = max(left - start, 0), max(top - first, 0)
     inner = (left, top, min(left + wide, picture.width), min(top + tall, picture.height))
     return channels_first(picture.resize((width, height), PILLOW[how], box=inner))
+
+
+def in_mode(picture: Image.Image, mode: str) -> Image.Image:
+    """The decoded picture in a mode of Pillow's, not copied where it has it."""
+    picture = eight_bits(picture)
+    return picture if picture.mode == mode else picture.convert(mode)
 
 
 def channels_first(picture: Image.Image) -> Tensor:

@@ -21,9 +21,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError
-from linvit.tasks.classify.cutting import channels_first, cut
+from linvit.tasks.classify.cutting import channels_first, cut, in_mode
 from linvit.tasks.classify.data import Images, Stream
 from linvit.tasks.classify.geometry import CROP_COLUMNS, frames_of
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of
@@ -79,6 +78,7 @@ class ChunkReader(Dataset):
     def read(self, pictures: Sequence[Image.Image], labels: Sequence[int], request: Request) -> Chunk:
         """A chunk from pictures, of which only the headers may have been read."""
         height, width = size = self.preprocessing.size
+        mode = self.preprocessing.mode
         boxes = crops = np.tile(np.array([0, 0, height, width], np.float32), (len(pictures), 1))
         if self.augmentation is not None:
             crops = self.draw(pictures, torch.from_numpy(request.numbers)).numpy()
@@ -87,13 +87,13 @@ class ChunkReader(Dataset):
             data = b""
             with self.naming(request.indices, place):
                 if self.augmentation is None:
-                    decoded.append(self.evaluate(self.converted(picture)))
+                    decoded.append(self.evaluate(in_mode(picture, mode)))
                 elif picture.size == (width, height):
-                    decoded.append(channels_first(self.converted(picture)))
+                    decoded.append(channels_first(in_mode(picture, mode)))
                     boxes[place] = crops[place]
-                elif not self.encoded or not (data := plain_jpeg(picture, self.preprocessing.mode)):
+                elif not self.encoded or not (data := plain_jpeg(picture, mode)):
                     how = self.filters[place % len(self.filters)]
-                    decoded.append(cut(picture, crops[place].tolist(), size, self.preprocessing.mode, how))
+                    decoded.append(cut(picture, crops[place].tolist(), size, mode, how))
             files.append(data)
         pixels = torch.stack(decoded) if decoded else torch.empty(0, len(self.preprocessing.mean), *size).byte()
         encoded = torch.frombuffer(bytearray(b"".join(files)) or bytearray(1), dtype=torch.uint8)
@@ -116,13 +116,10 @@ class ChunkReader(Dataset):
         boxes = self.augmentation.draw_boxes(numbers, frames, self.preprocessing.size)
         return torch.stack(boxes.scaled(shapes / frames), dim=1)
 
-    def converted(self, picture: Image.Image) -> Image.Image:
-        return eight_bits(picture).convert(self.preprocessing.mode)
-
     def decode(self, index: int) -> Tensor:
         """One whole picture, by Pillow."""
         assert isinstance(self.images, Images)
-        return channels_first(self.converted(self.images[index][0]))
+        return channels_first(in_mode(self.images[index][0], self.preprocessing.mode))
 
     def naming(self, indices: list[int], place: int) -> AbstractContextManager[None]:
         return self.images.naming(indices[place]) if isinstance(self.images, Images) else nullcontext()
