@@ -155,7 +155,7 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """torchvision's decoder on the CPU in the place of the GPU's; what it was given to decode."""
     seen: list[int] = []
 
-    def count(files: Sequence[Tensor], mode: str, device: torch.device) -> list[Tensor] | None:
+    def count(files: Sequence[Tensor], mode: str, device: torch.device) -> list[Tensor | None]:
         seen.append(len(files))
         return decode_jpegs(files, mode, device)
 
@@ -212,9 +212,18 @@ def test_a_broken_jpeg_is_named_whoever_decodes(
     assert decoder == [4]
     good = folder("good", bytes)
     made = list(Streamed(good, chosen, 4, 2, augmentation=CROPS).epoch(0))
-    monkeypatch.setattr(streaming, "decode_jpegs", lambda *_: None)
+    monkeypatch.setattr(streaming, "decode_jpegs", lambda files, *_: [None] * len(files))
     again = list(Streamed(good, chosen, 4, 2, augmentation=CROPS).epoch(0))  # what the device gives up, Pillow decodes
     assert in_grey_levels(made[0][0], again[0][0], chosen).max() < 1.01
+
+
+def test_only_what_cannot_be_decoded_is_left_out() -> None:
+    files = [torch.frombuffer(bytearray(landscapes().source[i][0].getvalue()), dtype=torch.uint8) for i in range(5)]
+    wanted = decode_jpegs(files, "RGB", torch.device("cpu"))
+    files[3] = files[3][:100]
+    found = decode_jpegs(files, "RGB", torch.device("cpu"))
+    assert found[3] is None
+    assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if i != 3)
 
 
 def test_a_gpu_that_is_not_there_is_not_asked_for() -> None:

@@ -51,6 +51,11 @@ class Chunk(NamedTuple):
     indices: list[int]
     last: bool  # of its step
 
+    def files(self) -> list[Tensor]:
+        """The encoded pictures, one by one."""
+        lengths = [length for length in self.lengths if length]
+        return list(self.encoded.split(lengths)) if lengths else []
+
 
 class ChunkReader(Dataset):
     """Reads images by request. An error travels as a value: raised in a worker it would end in a traceback."""
@@ -166,23 +171,27 @@ def plain_jpeg(picture: Image.Image, mode: str) -> bytes:
     return b""
 
 
-def decode_jpegs(files: Sequence[Tensor], mode: str, device: torch.device) -> list[Tensor] | None:
-    """Pictures on the device, uint8 `(channels, height, width)`; None where one of them cannot be decoded.
+def decode_jpegs(files: Sequence[Tensor], mode: str, device: torch.device) -> list[Tensor | None]:
+    """Pictures on the device, uint8 `(channels, height, width)`; None for those that cannot be decoded.
 
     The decoder writes on a stream of its own, without regard to what the current one still has to do with the memory
     that it is given: so that has to be done first, and nothing may fill the memory meanwhile."""
-    from torchvision.io import ImageReadMode, decode_jpeg
-
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     settings: Any = torch.utils.deterministic
     fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:
+        from torchvision.io import ImageReadMode, decode_jpeg
+
         return decode_jpeg(list(files), ImageReadMode.RGB if mode == "RGB" else ImageReadMode.GRAY, device=device)
-    except RuntimeError:
-        return None
+    except (ImportError, RuntimeError):  # one of them is broken, or there is no decoder
+        pass
     finally:
         settings.fill_uninitialized_memory = fill
+    if len(files) == 1:
+        return [None]
+    half = len(files) // 2
+    return decode_jpegs(files[:half], mode, device) + decode_jpegs(files[half:], mode, device)
 
 
 @lru_cache(maxsize=8)
@@ -192,4 +201,5 @@ def decodes_jpegs(device: torch.device) -> bool:
         return False
     made = BytesIO()
     Image.new("RGB", (16, 16)).save(made, "JPEG")
-    return decode_jpegs([torch.frombuffer(bytearray(made.getvalue()), dtype=torch.uint8)], "RGB", device) is not None
+    file = torch.frombuffer(bytearray(made.getvalue()), dtype=torch.uint8)
+    return decode_jpegs([file], "RGB", device)[0] is not None

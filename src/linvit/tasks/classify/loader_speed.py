@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
-from linvit.measurement.record import ResultFile, environment
+from linvit.measurement.record import ResultFile, environment, package
 from linvit.tasks.classify.batches import Batches
 from linvit.tasks.classify.data import open_images
 from linvit.tasks.classify.decoding import decodes_jpegs
@@ -69,7 +70,7 @@ def measure_loaders(
     workers: int = 14,
     windows: int = 5,
     model: str = "vit_tiny_patch16_224",
-    device: str = "cuda",
+    device: str = "cpu",
     **args: Any,
 ) -> dict[str, Any]:
     """The result file's content: a row for the step alone and one for each loader. `args` go to the model."""
@@ -97,8 +98,13 @@ def measure_loaders(
     step = make_step(built, place)
     sizes = [path.stat().st_size for path in folder.rglob("*.jpg")]
     head = {"kind": "bench loaders", "version": 1, "model": model, "args": args, "images": len(train), "batch": batch}
-    head |= {"workers": workers, "file_bytes": int(statistics.median(sizes)), "grey_levels_from_cpu": apart}
-    file = ResultFile(output, head, environment(place, ["python", "-m", "linvit.tasks.classify.loader_speed"]))
+    head |= {
+        "workers": workers,
+        "torchvision": package("torchvision"),
+        "file_bytes": int(statistics.median(sizes)),
+        "grey_levels_from_cpu": apart,
+    }
+    file = ResultFile(output, head, environment(place, ["python", "-m", __spec__.name, *sys.argv[1:]]))
     fixed = next(resident.epoch(0))
     file.add({"loader": "none: the step alone", **speed(repeat(fixed), step, windows, place)})
     for name, source in loaders.items():
@@ -165,7 +171,8 @@ def main() -> None:
     given = parser.parse_args()
     if not given.folder.exists():
         make_jpegs(given.folder, given.images)
-    result = measure_loaders(given.folder, given.output, batch=given.batch, workers=given.workers)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result = measure_loaders(given.folder, given.output, batch=given.batch, workers=given.workers, device=device)
     print(json.dumps(result, indent=1))
 
 

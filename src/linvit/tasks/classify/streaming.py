@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -99,34 +100,41 @@ class Streamed(Batches):
 
     def steps(self, chunks: Iterator[Chunk | LinvitError]) -> Iterator[Pictures]:
         """Steps from their chunks, on the device."""
-        parts: list[tuple[Tensor, ...]] = []
+        parts: list[Chunk] = []
         for chunk in chunks:
             if isinstance(chunk, LinvitError):
                 raise chunk
-            labels = torch.from_numpy(chunk.labels)
-            self.check_labels(labels)
-            boxes = send(torch.from_numpy(chunk.boxes), self.device)
-            parts.append((self.pixels(chunk), send(labels, self.device), boxes))
+            parts.append(chunk)
             if chunk.last:
-                pixels, labels, boxes = (torch.cat(values) for values in zip(*parts, strict=True))
-                yield pixels, labels, boxes
+                labels = torch.from_numpy(np.concatenate([part.labels for part in parts]))
+                boxes = torch.from_numpy(np.concatenate([part.boxes for part in parts]))
+                self.check_labels(labels)
+                yield self.pixels(parts), send(labels, self.device), send(boxes, self.device)
                 parts = []
 
-    def pixels(self, chunk: Chunk) -> Tensor:
-        """A chunk's pictures, at the model's size."""
-        decoded = chunk.pixels.to(self.device, non_blocking=True)
-        places = [place for place, length in enumerate(chunk.lengths) if length]
-        if not places:
-            return decoded
-        mode, size = self.preprocessing.mode, self.preprocessing.size
-        files = chunk.encoded.split([chunk.lengths[place] for place in places])
-        pictures = decode_jpegs(files, mode, self.device)
-        if pictures is None:  # Pillow decodes them, or says which is broken
-            pictures = [self.reader.decode(chunk.indices[place]).to(self.device) for place in places]
+    def pixels(self, chunks: list[Chunk]) -> Tensor:
+        """A step's pictures, at the model's size. The device decodes all it has to at once."""
+        files = [file for chunk in chunks for file in chunk.files()]
+        pictures = iter(decode_jpegs(files, self.preprocessing.mode, self.device) if files else [])
+        parts = []
+        for chunk in chunks:
+            decoded = chunk.pixels.to(self.device, non_blocking=True)
+            places = [place for place, length in enumerate(chunk.lengths) if length]
+            if places:
+                others = [place for place, length in enumerate(chunk.lengths) if not length]
+                decoded = torch.cat([decoded, self.crops(chunk, places, list(islice(pictures, len(places))))])
+                decoded = decoded[send(torch.tensor(others + places).argsort(), self.device)]
+            parts.append(decoded)
+        return torch.cat(parts)
+
+    def crops(self, chunk: Chunk, places: list[int], pictures: list[Tensor | None]) -> Tensor:
+        """The crops of pictures that the device has decoded. What it could not, Pillow can, or says what is wrong."""
+        whole = [
+            self.reader.decode(chunk.indices[place]).to(self.device) if picture is None else picture
+            for place, picture in zip(places, pictures, strict=True)
+        ]
         filters = [self.reader.filters[place % len(self.reader.filters)] for place in places]
-        cropped = cut_all(pictures, torch.from_numpy(chunk.crops)[places], size, filters)
-        order = sorted(range(len(chunk.lengths)), key=lambda place: chunk.lengths[place] > 0)  # as in the next line
-        return torch.cat([decoded, cropped])[send(torch.tensor(order).argsort(), self.device)]
+        return cut_all(whole, torch.from_numpy(chunk.crops)[places], self.preprocessing.size, filters)
 
 
 class Requests:
