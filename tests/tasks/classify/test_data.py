@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from linvit.comparison.identity import split_digest
 from linvit.errors import LinvitError
 from linvit.tasks.classify import Images, Preprocessing, Stream, check_outputs, open_data, open_images
 from linvit.tasks.classify.data import open_split
-from linvit.tasks.classify.preprocessing import Augmentation, seed_of, seeded
-from linvit.tasks.classify.resident import fingerprint
+from linvit.tasks.classify.preprocessing import Augmentation, seed_of
+from linvit.tasks.classify.resident import cache_key
 from linvit.training.recipes import recipe
 from tests.tasks.classify.pictures import archive, photographs
 
@@ -115,7 +114,7 @@ def test_of_a_set_without_splits_some_is_held_out(tmp_path: Path) -> None:
         assert validation.filename(2).endswith("b/3.png")
         assert [label for _, label in list_all(validation)] == validation.labels.tolist()
         assert len(open_images(data, "validation")) == 30  # who asks for one split gets all there is
-        known = {fingerprint(images, Preprocessing((8, 8)), False, (8, 8)) for images in (train, validation)}
+        known = {cache_key(images, Preprocessing((8, 8)), False, (8, 8)) for images in (train, validation)}
         assert len(known | {split_digest(train), split_digest(validation)}) == 4
     with pytest.raises(LinvitError, match="too few images to hold some out"):
         open_data(make_archive(folder / "c", tmp_path / "one.tar"), unlabelled=True)
@@ -248,13 +247,5 @@ def test_preprocessing_and_augmentation_follow_model_and_recipe() -> None:
     assert (chosen.mixup, chosen.cutmix, chosen.erasing, chosen.randaugment) == (0.8, 1.0, 0.25, "rand-m9-mstd0.5-inc1")
 
 
-def test_seeds_are_apart_and_leave_no_trace() -> None:
+def test_seeds_are_apart() -> None:
     assert len({seed_of(a, b, c) for a in range(5) for b in range(5) for c in range(5)}) == 125
-    torch.manual_seed(4)
-    wanted = torch.rand(2)
-    torch.manual_seed(4)
-    with seeded(9):
-        inside = torch.rand(2), np.random.rand()
-    assert torch.equal(torch.rand(2), wanted)
-    with seeded(9):
-        assert torch.equal(torch.rand(2), inside[0]) and np.random.rand() == inside[1]

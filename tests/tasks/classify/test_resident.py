@@ -116,12 +116,22 @@ def test_evaluation_sees_what_timms_transform_gives() -> None:
     torch.testing.assert_close(found, torch.stack([transform(p) for p in source]), rtol=0, atol=1e-5)
 
 
-def test_training_keeps_the_middle_square() -> None:
+def test_training_keeps_the_whole_picture_and_its_shape() -> None:
+    """Without a crop the middle square is seen, as it was; with one, every part of the picture may be."""
     wide = Image.fromarray(np.tile(np.arange(60, dtype=np.uint8), (20, 1)))
     images = Images("one", [(wide, 0)], labels=[0])
-    kept = decode(images, Preprocessing((20, 20), (0.5,), (0.5,))).pictures
-    assert torch.equal(kept[0, 0, 0], torch.arange(20, 40, dtype=torch.uint8))
-    assert decode(images, Preprocessing((20, 20), (0.5,), (0.5,)), stored=24).pictures.shape == (1, 1, 24, 24)
+    grey = Preprocessing((20, 20), (0.5,), (0.5,))
+    kept = decode(images, grey)
+    assert kept.pictures.shape == (1, 1, 20, 20) and kept.frames is not None and kept.frames.tolist() == [[20, 60]]
+    whole = Augmentation(crop_scale=(1.0, 1.0), flip=0.0)
+    middle, _ = next(Resident(kept, grey, 1, 1, augmentation=whole).epoch(0))
+    torch.testing.assert_close(127.5 * middle[0, 0, 0] + 127.5, torch.arange(20, 40).float(), rtol=0, atol=1.01)
+    some = Augmentation(crop_scale=(0.2, 0.3), flip=0.0)
+    found = [next(Resident(kept, grey, 1, 1, augmentation=some, seed=seed).epoch(0))[0] for seed in range(40)]
+    assert min(one.min() for one in found) < -0.95 and max(one.max() for one in found) > 59 / 127.5 - 1.05
+    assert decode(images, grey, stored=24).pictures.shape == (1, 1, 24, 24)
+    square = Images("one", [(wide.resize((40, 40)), 0)], labels=[0])
+    assert decode(square, grey).frames is None
 
 
 def test_the_cache_is_found_again_and_a_broken_one_is_not(tmp_path: Path) -> None:

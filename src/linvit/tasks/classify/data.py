@@ -11,7 +11,8 @@ without labels, because a teacher has the answers, says so: `open_images("photos
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -23,7 +24,15 @@ from torch.utils.data import Dataset
 
 from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError, Unreadable, unknown
-from linvit.tasks.classify.readers import SPLITS, Part, TarReader, check_path, folder_reader, more, no_classes
+from linvit.tasks.classify.readers import (
+    SPLITS,
+    FileReader,
+    archive_reader,
+    check_path,
+    folder_reader,
+    more,
+    no_classes,
+)
 
 PREFIXES = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets"}
 PREFIXES |= {"wds": "webdataset"}  # the package that each kind of set needs
@@ -66,15 +75,28 @@ class Images(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         """The decoded picture and its label; an unreadable one is an error that names its file."""
-        try:
+        with self.naming(index):
+            picture, label = self.open(index)
+            picture.load()
+            return eight_bits(picture), label
+
+    def open(self, index: int) -> tuple[Image.Image, int]:
+        """The picture, of which only the header may have been read, and its label."""
+        with self.naming(index):
             picture, label = self.source[index][:2]
             if not isinstance(picture, Image.Image):
                 picture = Image.open(picture)
-            picture.load()
-            picture = eight_bits(picture)
+        return picture, int(label) if self.outputs is None else self.output(int(label))
+
+    @contextmanager
+    def naming(self, index: int) -> Iterator[None]:
+        """What goes wrong with a picture inside names its file."""
+        try:
+            yield
+        except LinvitError:
+            raise
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise Unreadable(f"cannot read image {self.filename(index)}: {first_line(error)}") from None
-        return picture, int(label) if self.outputs is None else self.output(int(label))
 
     def output(self, label: int) -> int:
         assert self.outputs is not None
@@ -157,22 +179,21 @@ def open_images(
         folder = None if root is None else str(root)
         if prefix in STREAMS:
             return Stream(name, split, folder, options)
-        return named(name, open_timm(name, split, folder, **options))
+        return from_timm(name, open_timm(name, split, folder, **options))
     path = Path(data) if root is None else Path(root) / data
     check_path(path)
-    reader: Any
     if path.is_dir():
         reader = folder_reader(path, split, classes)
     elif path.suffix in (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst"):
-        reader = TarReader(path, split, classes)
+        reader = archive_reader(path, split, classes)
     else:
         raise LinvitError(f"{path} is neither an image folder nor a .tar archive")
     if not (reader.class_to_idx or unlabelled):
         raise no_classes(path / reader.chosen if reader.chosen else path)
-    return read_by(reader, name)
+    return from_reader(reader, name)
 
 
-def read_by(reader: Any, name: str, note: str = "") -> Images:
+def from_reader(reader: FileReader, name: str, note: str = "") -> Images:
     """A reader's images."""
     return Images(
         name,
@@ -224,8 +245,8 @@ def hold_out(images: Images) -> tuple[Images, Images]:
     if not held.any():
         raise LinvitError(f"{images.name} has too few images to hold some out: put others in {images.name}/val/")
     note = f"{images.name} has no splits: {held.sum():,} of its {len(images):,} images are held out for validation"
-    parts = (Part(images.source, np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
-    train, validation = (read_by(part, images.name, text) for part, text in zip(parts, ("", note), strict=True))
+    parts = (images.source.subset(np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
+    train, validation = (from_reader(part, images.name, text) for part, text in zip(parts, ("", note), strict=True))
     validation.held_out_of = len(images)
     return train, validation
 
@@ -253,7 +274,7 @@ def open_timm(name: str, split: str, root: str | None, **options: Any) -> Any:
         raise LinvitError(f"cannot open {name}: {text}") from None
 
 
-def named(name: str, dataset: Any) -> Images:
+def from_timm(name: str, dataset: Any) -> Images:
     """A set that timm opened: torchvision's own class, or timm's around a reader."""
     reader = getattr(dataset, "reader", None)
     labels = getattr(dataset, "targets", None)

@@ -108,6 +108,8 @@ class Fitting:
         if validation is not None and validation.note and watch:
             watch({"kind": "note", "step": 0, "text": validation.note})
         self.source = make(train, Augmentation.of(config))
+        if isinstance(self.source, Streamed) and self.source.note and watch:
+            watch({"kind": "note", "step": 0, "text": self.source.note})
         self.checks = make(validation, None) if validation is not None else None
         known = {**(identity or {}), "sets": [{"name": split.name, "images": len(split)} for split in splits]}
         known["classes"] = list(label_names(model))
@@ -217,6 +219,7 @@ class SourceMaker:
                 augmentation=augmentation,
                 device=where.device,
                 workers=self.workers,
+                compile=compiles(config, where.device),
                 **place,
             )
         training = augmentation is not None

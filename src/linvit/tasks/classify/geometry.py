@@ -19,29 +19,50 @@ CROP_COLUMNS = 2 * ATTEMPTS + 2
 
 
 class Boxes(NamedTuple):
-    """One box for each picture, `(batch,)` each, in whole pixels."""
+    """One box for each picture, `(batch,)` each, in pixels."""
 
     top: Tensor
     left: Tensor
     height: Tensor
     width: Tensor
 
+    def scaled(self, factors: Tensor) -> Boxes:
+        """The same boxes where pixels are smaller by these factors `(batch, 2)`, down and across."""
+        down, across = factors.unbind(1)
+        return Boxes(self.top * down, self.left * across, self.height * down, self.width * across)
 
-def draw_boxes(u: Tensor, size: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float]) -> Boxes:
-    """Crops from uniform numbers `(batch, CROP_COLUMNS)`: a share of the area, an aspect ratio, a place.
 
-    The first attempt that fits counts; where none does, the whole picture.
-    """
-    area = size[0] * size[1] * (scale[0] + (scale[1] - scale[0]) * u[:, :ATTEMPTS])
+def frames_of(shapes: Tensor, size: tuple[int, int]) -> Tensor:
+    """The pixels that crops of pictures are drawn in, `(batch, 2)`, from the pictures' heights and widths: their shape,
+    just large enough for the model's size."""
+    scale = (shapes / shapes.new_tensor(size)).amin(1, keepdim=True)
+    return (shapes / scale).round()
+
+
+def draw_boxes(
+    u: Tensor, frames: tuple[int, int] | Tensor, scale: tuple[float, float], ratio: tuple[float, float]
+) -> Boxes:
+    """Crops from uniform numbers `(batch, CROP_COLUMNS)`: a share of the area, an aspect ratio, a place. `frames` are
+    the height and width of all pictures, or of each `(batch, 2)`.
+
+    The first attempt that fits counts; where none does, the most of the middle that has such a ratio."""
+    height, width = (
+        u.new_full((1, 1), side) if isinstance(side, int) else side[:, None]
+        for side in (frames if isinstance(frames, tuple) else frames.unbind(1))
+    )
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * u[:, :ATTEMPTS])
     low, high = math.log(ratio[0]), math.log(ratio[1])
     aspect = torch.exp(low + (high - low) * u[:, ATTEMPTS : 2 * ATTEMPTS])
     heights, widths = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
-    fits = (widths > 0) & (widths <= size[1]) & (heights > 0) & (heights <= size[0])
+    fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
     first = fits & (fits.cumsum(1) == 1)
     none = ~fits.any(1)
-    height = torch.where(none, float(size[0]), (heights * first).sum(1))
-    width = torch.where(none, float(size[1]), (widths * first).sum(1))
-    return Boxes((u[:, -2] * (size[0] - height + 1)).floor(), (u[:, -1] * (size[1] - width + 1)).floor(), height, width)
+    height, width = height[:, 0], width[:, 0]
+    tall = torch.where(none, torch.minimum(height, width / ratio[0]).round(), (heights * first).sum(1))
+    wide = torch.where(none, torch.minimum(width, height * ratio[1]).round(), (widths * first).sum(1))
+    top, left = (u[:, -2] * (height - tall + 1)).floor(), (u[:, -1] * (width - wide + 1)).floor()
+    middle = ((height - tall) / 2).floor(), ((width - wide) / 2).floor()
+    return Boxes(torch.where(none, middle[0], top), torch.where(none, middle[1], left), tall, wide)
 
 
 class Affine(NamedTuple):

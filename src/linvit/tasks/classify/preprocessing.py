@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_model_data_config
-from torch import nn
+from torch import Tensor, nn
 
 from linvit.conversion.convert import own_size
 from linvit.errors import LinvitError
+from linvit.tasks.classify.geometry import Boxes, draw_boxes
 from linvit.training.config import Config
 
 
@@ -84,7 +80,7 @@ class Augmentation:
     cutmix: float = 0.0
     mixup_prob: float = 1.0
     mixup_switch: float = 0.5
-    train_interpolation: str = "model"  # of timm's transform; the device's is bilinear
+    train_interpolation: str = "model"  # how a crop that is larger than the model's size is shrunk
 
     @classmethod
     def of(cls, config: Config) -> Augmentation:
@@ -96,53 +92,19 @@ class Augmentation:
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
 
-    def transform(self, preprocessing: Preprocessing, size: tuple[int, int]) -> Any:
-        """timm's transform for training, to uint8. What needs whole batches comes later, on the device."""
-        whole = self.crop_scale == (1.0, 1.0)
-        own = self.train_interpolation == "model"
-        made = create_transform(
-            size,
-            is_training=True,
-            scale=self.crop_scale,
-            ratio=(1.0, 1.0) if whole else self.crop_ratio,
-            hflip=self.flip,
-            color_jitter=self.colour_jitter,
-            auto_augment=self.randaugment,
-            interpolation=preprocessing.interpolation if own else self.train_interpolation,
-            mean=preprocessing.mean,
-            normalize=False,
-        )
-        for step in made.transforms:
-            for operation in getattr(step, "ops", ()):
-                if operation.name.startswith("Posterize"):
-                    operation.aug_fn = posterise
-        return made
+    def draw_boxes(self, u: Tensor, frames: tuple[int, int] | Tensor, size: tuple[int, int]) -> Boxes:
+        """The crops of a batch, drawn in its pictures' frames. Without a crop, the most that has the model's shape."""
+        shape = size[1] / size[0]
+        ratio = (shape, shape) if self.crop_scale == (1.0, 1.0) else self.crop_ratio
+        return draw_boxes(u, frames, self.crop_scale, ratio)
 
-
-def posterise(picture: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """The highest bits only. At full strength timm keeps none, which newer versions of Pillow refuse: it is black."""
-    return ImageOps.posterize(picture, bits) if bits else Image.new(picture.mode, picture.size)
-
-
-def seeds_of(count: int, *parts: int) -> list[int]:
-    """Seeds from several numbers, such as a seed, an epoch and a step."""
-    return (np.random.SeedSequence(parts).generate_state(count, np.uint64) >> np.uint64(1)).tolist()
+    def filters(self, preprocessing: Preprocessing) -> tuple[str, ...]:
+        """By which crops are shrunk. Two take turns over a batch: its order is shuffled, so that is random enough."""
+        chosen = self.train_interpolation
+        chosen = preprocessing.interpolation if chosen == "model" else chosen
+        return ("bilinear", "bicubic") if chosen == "random" else ("bicubic" if chosen == "bicubic" else "bilinear",)
 
 
 def seed_of(*parts: int) -> int:
-    return seeds_of(1, *parts)[0]
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Randomness from this seed, in all three generators that timm's transforms draw from; then as it was before."""
-    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.random.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.random.set_rng_state(states[2])
+    """A seed from several numbers, such as a seed, an epoch and a step."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))

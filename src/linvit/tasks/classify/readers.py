@@ -12,14 +12,13 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from timm.data.readers.img_extensions import get_img_extensions, is_img_extension
+from timm.data.readers.img_extensions import is_img_extension
 from timm.data.readers.reader import Reader
-from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.utils.misc import natural_key
 
 from linvit.errors import LinvitError
@@ -88,33 +87,80 @@ def more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> Reader:
-    """timm's reader of an image folder, `root/split/class/*.jpg` or `root/class/*.jpg`, or one of images without
-    classes, `root/split/*.jpg` or `root/*.jpg`. As in an archive there may be a folder around all that."""
+class FileReader(Reader):
+    """Images with their labels: files below `root`, or places (first byte, size) in the archive that `root` is then.
+
+    Archives are read by offset, so that threads and worker processes can share a reader."""
+
+    def __init__(
+        self,
+        root: Path,
+        samples: list[tuple[str, int]],
+        class_to_idx: dict[str, int],
+        chosen: str | None,
+        places: list[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.root, self.samples, self.class_to_idx = root, samples, class_to_idx
+        self.chosen, self.places = chosen, places
+        self.file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        name, label = self.samples[index]
+        if self.places is None:
+            return open(name, "rb"), label
+        if self.file is None or self.file[0] != os.getpid():
+            self.file = (os.getpid(), os.open(self.root, os.O_RDONLY))
+        start, size = self.places[index]
+        return io.BytesIO(os.pread(self.file[1], size, start)), label
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "file": None}
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        name = self.samples[index][0]
+        if basename:
+            return os.path.basename(name)
+        if self.places is not None:
+            return f"{self.root}:{name}" if absolute else name
+        return name if absolute or not self.class_to_idx else os.path.relpath(name, self.root)
+
+    def subset(self, indices: list[int]) -> FileReader:
+        """Some of the images."""
+        places = self.places and [self.places[index] for index in indices]
+        return FileReader(self.root, [self.samples[index] for index in indices], self.class_to_idx, "", places)
+
+
+def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> FileReader:
+    """The images of a folder, `root/split/class/*.jpg` or `root/class/*.jpg`, or without classes, `root/split/*.jpg` or
+    `root/*.jpg`. As in an archive there may be a folder around all that."""
     top = innermost(root)
     chosen = choose_split((entry.name for entry in folders_in(top)), split, str(top))
     where = top / chosen if chosen else top
     within = str(where.relative_to(root)) if chosen else None
     folders, loose = folders_in(where), images_right_in(where)
-    if not folders:
-        if not loose:
-            raise no_classes(where)
-        return LooseReader(sorted(loose, key=lambda entry: natural_key(entry.name)), within)
-    if loose:
+    if not (folders or loose):
+        raise no_classes(where)
+    if folders and loose:
         raise beside_classes(where, [entry.name for entry in loose])
+    files = sorted(images_below(where), key=natural_key)
+    start = len(os.path.join(where, ""))
+    names = [file[start:].split(os.sep, 1)[0] for file in files]
+    present = set(names)
     for folder in folders:
-        if not holds_image(folder):
+        if folder.name not in present:
             raise LinvitError(f"class folder {folder} holds no image: fill it or remove it")
+    if not folders:
+        return FileReader(root, [(file, 0) for file in files], {}, within)
     if chosen in SPLITS["train"] and innermost(where) != where:
         raise too_deep(where, folders[0].name)
-    reader: Any = ReaderImageFolder(str(where), input_key=";".join(SUFFIXES.union(get_img_extensions())))
-    start = len(os.path.join(where, ""))
-    names = [file[start:].split(os.sep, 1)[0] for file, _ in reader.samples]
-    check_classes(set(names), classes, str(where))
-    reader.class_to_idx = classes or number_classes(names)
-    reader.samples = [(file, reader.class_to_idx[name]) for (file, _), name in zip(reader.samples, names, strict=True)]
-    reader.root, reader.chosen = str(where if chosen else root), within
-    return reader
+    check_classes(present, classes, str(where))
+    numbers = classes or number_classes(names)
+    samples = [(file, numbers[name]) for file, name in zip(files, names, strict=True)]
+    return FileReader(where if chosen else root, samples, numbers, within)
 
 
 def folders_in(folder: Path) -> list[Path]:
@@ -125,9 +171,14 @@ def images_right_in(folder: Path) -> list[Path]:
     return [entry for entry in folder.iterdir() if is_image(entry.name) and entry.is_file()]
 
 
+def images_below(folder: Path) -> Iterator[str]:
+    """The images in a folder and anywhere below it."""
+    for root, _, names in os.walk(folder, topdown=False, followlinks=True):
+        yield from (os.path.join(root, name) for name in names if is_image(name))
+
+
 def holds_image(folder: Path) -> bool:
-    """Whether there is an image in a folder or anywhere below it."""
-    return any(is_image(name) for _, _, names in os.walk(folder, followlinks=True) for name in names)
+    return next(images_below(folder), None) is not None
 
 
 def innermost(root: Path) -> Path:
@@ -161,98 +212,31 @@ def beside_classes(where: object, loose: list[str]) -> LinvitError:
     )
 
 
-class LooseReader(Reader):
-    """Images of one folder, without labels."""
-
-    def __init__(self, files: list[Path], chosen: str | None) -> None:
-        super().__init__()
-        self.class_to_idx: dict[str, int] = {}
-        self.samples = [(str(file), 0) for file in files]
-        self.chosen = chosen
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
-        return open(self.samples[index][0], "rb"), 0
-
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        name = self.samples[index][0]
-        return os.path.basename(name) if basename else name
-
-
-class Part(Reader):
-    """Some of a reader's images."""
-
-    def __init__(self, whole: Any, indices: list[int]) -> None:
-        super().__init__()
-        self.whole, self.indices, self.class_to_idx = whole, indices, whole.class_to_idx
-        self.samples = [whole.samples[index] for index in indices]
-        places = getattr(whole, "places", None)
-        self.places = places and [places[index] for index in indices]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.whole[self.indices[index]]
-
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        return str(self.whole.filename(self.indices[index], basename, absolute))
-
-
-class TarReader(Reader):
-    """An archive of an image folder, `name/split/class/*.jpg` or less deep, read in place. Images right in the folder
-    of a split have no labels, nor have those of an archive of one folder.
-
-    timm's own tar reader makes one class of each innermost folder, over all splits. This one reads by offset, so that
-    threads and worker processes can share it.
-    """
-
-    def __init__(self, path: Path, split: str, classes: dict[str, int] | None = None) -> None:
-        super().__init__()
-        self.path = path
-        found = [(PurePosixPath(name), start, size) for name, start, size in images_in(path)]
-        if not found:
-            raise LinvitError(f"{path} holds no image")
-        depth = shared([name for name, *_ in found])
-        folders = {name.parts[depth] for name, *_ in found if len(name.parts) > depth + 1}
-        self.chosen = chosen = choose_split(folders, split, str(path))
-        if chosen:
-            found = [row for row in found if row[0].parts[depth] == chosen]
-        where = f"{path} ({chosen})" if chosen else str(path)
-        level = depth + bool(chosen)  # of the class in a path
-        names = {name.parts[level] for name, *_ in found}
-        loose = [name.name for name, *_ in found if len(name.parts) == level + 1]
-        if 0 < len(loose) < len(found):
-            raise beside_classes(where, loose)
-        if loose or (len(names) == 1 and not chosen):
-            self.class_to_idx: dict[str, int] = {}
-        else:
-            if chosen in SPLITS["train"] and shared([PurePosixPath(*name.parts[level:]) for name, *_ in found]):
-                raise too_deep(where, min(names))
-            check_classes(names, classes, where)
-            self.class_to_idx = classes or number_classes(names)
-        found.sort(key=lambda row: natural_key(str(row[0])))
-        self.samples = [(str(name), self.class_to_idx.get(name.parts[level], 0)) for name, *_ in found]
-        self.places = [(start, size) for _, start, size in found]
-        self.file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
-        if self.file is None or self.file[0] != os.getpid():
-            self.file = (os.getpid(), os.open(self.path, os.O_RDONLY))
-        start, size = self.places[index]
-        return io.BytesIO(os.pread(self.file[1], size, start)), self.samples[index][1]
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "file": None}
-
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        name = self.samples[index][0]
-        return os.path.basename(name) if basename else f"{self.path}:{name}" if absolute else name
+def archive_reader(path: Path, split: str, classes: dict[str, int] | None) -> FileReader:
+    """The images of an archive, `name/split/class/*.jpg` or less deep, read in place. Images right in the folder of a
+    split have no labels, nor have those of an archive of one folder."""
+    found = [(PurePosixPath(name), start, size) for name, start, size in images_in(path)]
+    if not found:
+        raise LinvitError(f"{path} holds no image")
+    depth = shared([name for name, *_ in found])
+    chosen = choose_split({name.parts[depth] for name, *_ in found if len(name.parts) > depth + 1}, split, str(path))
+    if chosen:
+        found = [row for row in found if row[0].parts[depth] == chosen]
+    where = f"{path} ({chosen})" if chosen else str(path)
+    level = depth + bool(chosen)  # of the class in a path
+    names = {name.parts[level] for name, *_ in found}
+    loose = [name.name for name, *_ in found if len(name.parts) == level + 1]
+    if 0 < len(loose) < len(found):
+        raise beside_classes(where, loose)
+    numbers: dict[str, int] = {}
+    if not loose and (len(names) > 1 or chosen):
+        if chosen in SPLITS["train"] and shared([PurePosixPath(*name.parts[level:]) for name, *_ in found]):
+            raise too_deep(where, min(names))
+        check_classes(names, classes, where)
+        numbers = classes or number_classes(names)
+    found.sort(key=lambda row: natural_key(str(row[0])))
+    samples = [(str(name), numbers.get(name.parts[level], 0)) for name, *_ in found]
+    return FileReader(path, samples, numbers, chosen, [(start, size) for _, start, size in found])
 
 
 def shared(names: list[PurePosixPath]) -> int:

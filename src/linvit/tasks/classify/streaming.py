@@ -1,32 +1,41 @@
-"""Batches decoded on the way, for sets of any size: timm's transforms in worker processes, the rest on the device.
+"""Batches decoded on the way, for sets of any size. Worker processes read the images; on a GPU that can, JPEGs are
+decoded there.
 
-timm's loader draws from the workers' generators, so what a picture looks like depends on how many workers there are and
-what they did before. Here every picture carries its own seed, made of the run's seed, the epoch and its place: any step
-can be made again, and a resumed run leaves out the steps before without decoding them. Streams (WebDataset and the
-like), which have no places, repeat themselves only with the same number of workers, and must be read to be left out.
+Which numbers a picture's crop is drawn from is decided here, not in the workers, so that batches depend neither on how
+many there are nor on what they did before: any step can be made again, and a resumed run leaves out the steps before
+without decoding them. Streams (WebDataset and the like), whose pictures have no index, repeat themselves only with the
+same number of workers, and must be read to be left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
-from linvit.conversion.calibration import eight_bits
-from linvit.errors import LinvitError
-from linvit.tasks.classify.augmenting import Augmenter, check_batch, normalise
+from linvit.errors import LinvitError, unknown
+from linvit.tasks.classify.augmenting import send
+from linvit.tasks.classify.batches import Batches, Pictures
+from linvit.tasks.classify.cutting import cut_all
 from linvit.tasks.classify.data import Images, Stream
-from linvit.tasks.classify.order import Order
-from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of, seeded, seeds_of
+from linvit.tasks.classify.decoding import Chunk, ChunkReader, Request, StreamReader, decode_jpegs, decodes_jpegs
+from linvit.tasks.classify.preprocessing import Preprocessing
+
+CHUNK = 64  # images that a worker reads at a time
+AHEAD = 4  # chunks that each worker is ahead
+DECODERS = ("auto", "cpu", "gpu")
 
 
-class Streamed:
-    """A BatchSource. Without an augmentation it is for evaluation: every image once, in order."""
+class Streamed(Batches):
+    """A BatchSource that reads its images anew in every epoch; the options are those of `Batches`. `decoder` says where
+    JPEGs are decoded for training: `auto` takes the GPU where it has a decoder. Evaluation is by timm's transform, on
+    the CPU."""
 
     def __init__(
         self,
@@ -35,142 +44,133 @@ class Streamed:
         batch_size: int,
         classes: int,
         *,
-        augmentation: Augmentation | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        repeats: int = 1,
         device: str | torch.device = "cpu",
         workers: int = 0,
+        decoder: str = "auto",
+        **options: Any,
     ) -> None:
-        check_batch(batch_size, augmentation)
-        self.device, self.classes, self.workers = torch.device(device), classes, workers
-        self.preprocessing, self.set = preprocessing, images
-        training = augmentation is not None
-        self.order = Order(len(images), batch_size, seed, rank, world, training, repeats)
-        self.batches, self.images = self.order.batches, self.order.images
-        self.augmenter = None
-        transform = preprocessing.evaluation()
-        if augmentation is not None:
-            self.augmenter = Augmenter(augmentation, preprocessing, classes, device=self.device, resize=False)
-            transform = augmentation.transform(preprocessing, preprocessing.size)
-        self.transformed = Transformed(images, transform, preprocessing.mode)
-        self.mean = 255 * torch.tensor(preprocessing.mean, device=self.device)
-        self.std = 255 * torch.tensor(preprocessing.std, device=self.device)
-        self.steps = Steps(self.order)
+        place = torch.device(device)
+        super().__init__(images.name, len(images), preprocessing, batch_size, classes, place, **options)
+        if decoder not in DECODERS:
+            raise unknown("decoder", decoder, DECODERS)
+        self.workers, self.set = workers, images
+        usable = self.augmentation is not None and decoder != "cpu" and decodes_jpegs(place)
+        if decoder == "gpu" and not usable:
+            raise LinvitError(f"JPEGs cannot be decoded on {place} here: leave the decoder to auto")
+        self.note = f"{images.name} is streamed, its JPEGs decoded on the GPU" if usable else ""
+        self.reader = ChunkReader(images, preprocessing, self.augmentation, encoded=usable)
+        self.requests = Requests(self)
         self.kept: DataLoader | None = None
         self.reading = False  # somebody holds an epoch that has not ended
 
-    def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
+    def pictures(self, epoch: int, skip: int) -> Iterator[Pictures]:
         first, self.reading = not self.reading, True
+        chunks = iter(self.chunks(epoch, skip, again=not first))
+        if isinstance(self.set, Stream):
+            chunks = islice(chunks, skip, self.batches if self.augmenter else None)
+        steps = self.steps(chunks)
         try:
-            yield from self.varied(epoch, skip, mixed, again=not first)
+            yield from one_ahead(steps, torch.cuda.Stream(self.device)) if self.device.type == "cuda" else steps
         finally:
             self.reading = self.reading and not first
 
-    def varied(self, epoch: int, skip: int, mixed: bool, again: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self.order
-        table = self.augmenter.table(order.batches, order.seed, epoch, mixed) if self.augmenter else None
-        for step, found in enumerate(self.decoded(epoch, skip, again), start=skip):
-            if isinstance(found, LinvitError):
-                raise found
-            pixels, labels = found
-            self.check(labels)
-            pixels = pixels.to(self.device, non_blocking=True)
-            labels = labels.to(self.device, non_blocking=True)
-            if self.augmenter is None or table is None:
-                yield normalise(pixels, self.mean, self.std), labels
-                continue
-            draws = self.augmenter.draw(len(labels), order.rank, order.world, order.seed, epoch, step, table[step])
-            yield self.augmenter(pixels, labels, draws)
-
-    def decoded(self, epoch: int, skip: int, again: bool) -> Iterator[Any]:
-        """uint8 batches, or the error that stopped them. `again` is for a look at another epoch while one is being
-        read: workers that stay serve one at a time."""
+    def chunks(self, epoch: int, skip: int, again: bool) -> Iterable[Chunk | LinvitError]:
+        """What the workers read. `again` is for a look at another epoch while one is being read: workers that stay
+        serve one at a time."""
         if isinstance(self.set, Stream):
-            training = self.augmenter is not None
-            stream = self.set.open(training=training, batch_size=self.order.batch, seed=self.order.seed)
-            read = Read(stream, self.transformed, seed_of(self.order.seed, epoch), epoch)
-            draw = torch.Generator().manual_seed(seed_of(self.order.seed, epoch))
-            loader = self.loader(read, generator=draw, batch_size=self.order.batch, drop_last=training)
-            return islice(iter(loader), skip, self.batches if training else None)
+            return self.loader(StreamReader(self.reader, self.order.batch, self.order.seed, epoch))
         if again:
-            steps = Steps(self.order, epoch, skip)
-            return iter(self.loader(self.transformed, generator=torch.Generator(), batch_sampler=steps))
-        self.steps.epoch, self.steps.skip = epoch, skip
+            return self.loader(self.reader, sampler=Requests(self, epoch, skip))
+        self.requests.epoch, self.requests.skip = epoch, skip
         if self.kept is None:
-            generator = torch.Generator()  # else the loader would draw from the global one, and change the training
-            keep = self.workers > 0
-            self.kept = self.loader(
-                self.transformed, generator=generator, batch_sampler=self.steps, persistent_workers=keep
-            )
-        return iter(self.kept)
+            self.kept = self.loader(self.reader, sampler=self.requests, persistent_workers=self.workers > 0)
+        return self.kept
 
     def loader(self, dataset: Any, **options: Any) -> DataLoader:
-        pinned = self.device.type == "cuda"
-        return DataLoader(dataset, num_workers=self.workers, collate_fn=collate, pin_memory=pinned, **options)
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=unchanged,
+            num_workers=self.workers,
+            prefetch_factor=AHEAD if self.workers else None,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # else it would draw from the global one, and change the training
+            **options,
+        )
 
-    def check(self, labels: Tensor) -> None:
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= self.classes:
-            outside = low if low < 0 else high
-            raise LinvitError(f"{self.set.name} has label {outside}, the model {self.classes} outputs")
+    def steps(self, chunks: Iterator[Chunk | LinvitError]) -> Iterator[Pictures]:
+        """Steps from their chunks, on the device."""
+        parts: list[Chunk] = []
+        for chunk in chunks:
+            if isinstance(chunk, LinvitError):
+                raise chunk
+            parts.append(chunk)
+            if chunk.last:
+                labels = torch.from_numpy(np.concatenate([part.labels for part in parts]))
+                boxes = torch.from_numpy(np.concatenate([part.boxes for part in parts]))
+                self.check_labels(labels)
+                yield self.pixels(parts), send(labels, self.device), send(boxes, self.device)
+                parts = []
 
+    def pixels(self, chunks: list[Chunk]) -> Tensor:
+        """A step's pictures, at the model's size. The device decodes all it has to at once."""
+        files = [file for chunk in chunks for file in chunk.files()]
+        pictures = iter(decode_jpegs(files, self.preprocessing.mode, self.device) if files else [])
+        parts = []
+        for chunk in chunks:
+            decoded = chunk.pixels.to(self.device, non_blocking=True)
+            places = [place for place, length in enumerate(chunk.lengths) if length]
+            if places:
+                others = [place for place, length in enumerate(chunk.lengths) if not length]
+                decoded = torch.cat([decoded, self.crops(chunk, places, list(islice(pictures, len(places))))])
+                decoded = decoded[send(torch.tensor(others + places).argsort(), self.device)]
+            parts.append(decoded)
+        return torch.cat(parts)
 
-class Steps:
-    """A batch sampler: for each step its images, each with its seed."""
-
-    def __init__(self, order: Order, epoch: int = 0, skip: int = 0) -> None:
-        self.order, self.epoch, self.skip = order, epoch, skip
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order, epoch = self.order, self.epoch
-        whole = order.batch * order.world
-        for step, indices in enumerate(order.epoch(epoch)[self.skip :], start=self.skip):
-            first = order.rank * order.batch
-            seeds = seeds_of(whole, order.seed, epoch, step)[first : first + len(indices)]
-            yield list(zip(indices.tolist(), seeds, strict=True))
-
-    def __len__(self) -> int:
-        return self.order.batches - self.skip
-
-
-class Transformed(Dataset):
-    """Decoded and transformed pictures. An error travels as a value: raised in a worker it would end in a traceback."""
-
-    def __init__(self, images: Any, transform: Any, mode: str) -> None:
-        self.images, self.transform, self.mode = images, transform, mode
-
-    def __getitem__(self, item: tuple[int, int]) -> tuple[Tensor, int] | LinvitError:
-        index, seed = item
-        try:
-            picture, label = self.images[index]
-        except LinvitError as error:
-            return error
-        return self.apply(picture, seed), label
-
-    def apply(self, picture: Image.Image, seed: int) -> Tensor:
-        with seeded(seed):
-            return self.transform(eight_bits(picture).convert(self.mode))
-
-
-class Read(IterableDataset):
-    """A stream with a seed for each picture, made of its place in what this worker reads."""
-
-    def __init__(self, stream: Any, transformed: Transformed, seed: int, epoch: int) -> None:
-        self.stream, self.transformed, self.seed = stream, transformed, seed
-        stream.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
-        worker = get_worker_info()
-        number = worker.id if worker is not None else 0
-        for place, (picture, label) in enumerate(self.stream):
-            yield self.transformed.apply(picture, seed_of(self.seed, number, place)), int(label)
+    def crops(self, chunk: Chunk, places: list[int], pictures: list[Tensor | None]) -> Tensor:
+        """The crops of pictures that the device has decoded. What it could not, Pillow can, or says what is wrong."""
+        whole = [
+            self.reader.decode(chunk.indices[place]).to(self.device) if picture is None else picture
+            for place, picture in zip(places, pictures, strict=True)
+        ]
+        filters = [self.reader.filters[place % len(self.reader.filters)] for place in places]
+        return cut_all(whole, torch.from_numpy(chunk.crops)[places], self.preprocessing.size, filters)
 
 
-def collate(samples: list[Any]) -> tuple[Tensor, Tensor] | LinvitError:
-    """A batch, or the first error in it."""
-    for sample in samples:
-        if isinstance(sample, LinvitError):
-            return sample
-    return torch.stack([pixels for pixels, _ in samples]), torch.tensor([label for _, label in samples])
+class Requests:
+    """A sampler: for each step its images, in chunks."""
+
+    def __init__(self, source: Streamed, epoch: int = 0, skip: int = 0) -> None:
+        self.source, self.epoch, self.skip = source, epoch, skip
+
+    def __iter__(self) -> Iterator[Request]:
+        source, epoch = self.source, self.epoch
+        for step, indices in enumerate(source.order.epoch(epoch)[self.skip :], start=self.skip):
+            numbers = source.crop_numbers(epoch, step).cpu().numpy() if source.augmenter else None
+            for start in range(0, len(indices), CHUNK):
+                part, last = slice(start, start + CHUNK), start + CHUNK >= len(indices)
+                yield Request(indices[part].tolist(), None if numbers is None else numbers[part], last)
+
+
+def one_ahead(steps: Iterator[Pictures], stream: torch.cuda.Stream | None) -> Iterator[Pictures]:
+    """The same steps, each made while the one before is trained on: in a thread, and for a GPU on its own stream."""
+
+    def fetch() -> Pictures | None:
+        with torch.cuda.stream(stream):
+            found = next(steps, None)
+        if stream is not None:
+            stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(fetch)
+        while (found := coming.result()) is not None:
+            coming = thread.submit(fetch)
+            for tensor in found:
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            yield found
+
+
+def unchanged(chunk: Any) -> Any:
+    return chunk
