@@ -18,8 +18,19 @@ VERBS = {
     "tables": {"name", "--check", "--json"},
     "theory": {"--samples", "--seed", "--plot", "--json"},
     "convert": {
-        *("model", "--to", "--output", "--keep", "--where", "--calibrate", "--plot", "--layers", "--drop", "--option"),
-        *("--input-size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
+        *(
+            "model",
+            "--plan",
+            "--output",
+            "--keep",
+            "--where",
+            "--calibrate",
+            "--plot",
+            "--layers",
+            "--drop",
+            "--option",
+        ),
+        *("--size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
         *("--survey", "--json"),
     },
     "train": {
@@ -41,19 +52,8 @@ VERBS = {
         *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
     },
     "bench model": {
-        *(
-            "name",
-            "--to",
-            "--keep",
-            "--drop",
-            "--model-arg",
-            "--resolution",
-            "--batch",
-            "--passes",
-            "--modes",
-            "--dtype",
-            "--device",
-        ),
+        *("name", "--plan", "--option", "--keep", "--drop", "--model-arg", "--size", "--batch", "--passes", "--modes"),
+        *("--dtype", "--device"),
         *("--budget", "--output", "--resume", "--from", "--json"),
     },
     "bench training": {
