@@ -47,17 +47,17 @@ class Macs:
         return self.attention + self.other + (self.normalised if convention == "fvcore" else 0)
 
 
-def count_macs(model: nn.Module, input_size: Sequence[int] = (3, 224, 224), convention: str = "macs") -> int:
-    """MACs of one picture of `input_size`, `(channels, height, width)`, through `model` at inference."""
-    return measure_macs(model, input_size).total(convention)
+def count_macs(model: nn.Module, size: Sequence[int] = (3, 224, 224), convention: str = "macs") -> int:
+    """MACs of one picture of `size`, `(channels, height, width)`, through `model` at inference."""
+    return measure_macs(model, size).total(convention)
 
 
-def measure_macs(model: nn.Module, input_size: Sequence[int] = (3, 224, 224)) -> Macs:
+def measure_macs(model: nn.Module, size: Sequence[int] = (3, 224, 224)) -> Macs:
     """The parts that `count_macs` adds up. The model may live on any device; it is left as it was."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-    picture = torch.empty(1, *input_size, device="meta", dtype=dtype)
+    picture = torch.empty(1, *size, device="meta", dtype=dtype)
     ledger = Ledger()
     try:
         # the plain form of SDPA is matrix products; what its fused forms count depends on the version of torch
