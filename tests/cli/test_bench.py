@@ -68,6 +68,7 @@ def test_op_with_a_red_check(linvit: Callable[..., Outcome], tmp_path: Path, mon
         (["--device", "tpu"], "unknown device"),
         (["--from", "nowhere.json"], "cannot read"),
         (["--option", "eps"], "name=value"),
+        (["--plot", "speed.gif"], "unknown picture format"),
     ],
 )
 def test_mistakes_are_one_line(

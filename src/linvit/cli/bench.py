@@ -72,8 +72,11 @@ def op(
     Example: linvit bench op --mechanism stella --batch 64 --heads 6 --tokens 196,784 --plot speed.png
     """
     from linvit.cli.bench_output import print_op
+    from linvit.figures import check_picture, plot_op
     from linvit.measurement import clock, record, speed
 
+    if plot is not None:
+        check_picture(plot)
     if source is not None:
         result = record.read_result(source, "bench op")
     else:
@@ -95,8 +98,6 @@ def op(
         rows = speed.sweep(over=over, device=place, passes=which, compared=wanted, done=done, budget=budget, **settings)
         result = file.fill(rows, progress(f"timing {mechanism}", len(over) * len(which) * len(wanted) - len(done)))
     if plot is not None:
-        from linvit.figures.speed import plot_op
-
         plot_op(result, plot)
     finish(result, print_op, as_json)
 

@@ -25,7 +25,6 @@ from linvit.cli.arguments import (
 )
 from linvit.cli.output import Json, console, print_json, progress, table
 from linvit.errors import LinvitError, NotHonoured, unknown_model
-from linvit.figures.files import check_picture
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,6 +85,8 @@ def convert(
     if calibrate is not None and (name != "mixa" or layers):
         raise LinvitError("--calibrate measures which layers mixa keeps: give --plan mixa and no --layers")
     if plot is not None:
+        from linvit.figures import check_picture, plot_sensitivity
+
         check_picture(plot)
         if calibrate is None:
             raise LinvitError("--plot draws what --calibrate measures: give that too")
@@ -113,9 +114,7 @@ def convert(
     else:
         print_report(report, output)
     if measured is not None and plot is not None:
-        from linvit.figures.sensitivity import draw
-
-        draw(measured, plot)
+        plot_sensitivity(measured, plot)
 
 
 def measure(model: nn.Module, folder: Path, keep: int, drop: set[str]) -> Sensitivity:
