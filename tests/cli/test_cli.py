@@ -89,6 +89,16 @@ def test_verbs_and_options_are_frozen() -> None:
 
 
 @every
+def test_one_word_for_one_thing(verb: str) -> None:
+    """A plan is --plan and an image size --size on every verb, with no second name for either."""
+    (command,) = (found for name, found in commands() if name == verb)
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert not options & {"--to", "--candidates", "--plans", "--input-size", "--resolution", "--resolutions", "--sizes"}
+    if {"--option", "--keep", "--drop"} & options and "--mechanism" not in options:
+        assert "--plan" in options
+
+
+@every
 def test_help_shows_an_example(linvit: Callable[..., Outcome], verb: str) -> None:
     outcome = linvit(*verb.split(), "--help")
     assert outcome.code == 0

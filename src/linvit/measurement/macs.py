@@ -71,10 +71,14 @@ def measure_macs(model: nn.Module, size: Sequence[int] = (3, 224, 224)) -> Macs:
     return Macs(ledger.attention, ledger.products - ledger.replaced, ledger.normalised)
 
 
-class Ledger:
-    """Counts while a model runs, and lets mechanisms speak for themselves."""
+class Ledger(TorchDispatchMode):
+    """Counts while a model runs, lets mechanisms speak for themselves, adds up normalised elements, and refuses a
+    custom operator that nobody can count."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.attention = self.replaced = self.normalised = 0
         self.depth = 0  # mechanisms within mechanisms: the outermost one's formula holds
         self.before = 0
@@ -89,7 +93,7 @@ class Ledger:
         enter = register_module_forward_pre_hook(self.enter)
         leave = register_module_forward_hook(self.leave, with_kwargs=True)
         try:
-            with self.counter, Watch(self):
+            with self.counter, self:
                 yield
         finally:
             enter.remove()
@@ -108,22 +112,12 @@ class Ledger:
                 self.replaced += self.products - self.before
                 self.attention += module.macs(size_of_call(args, kwargs))
 
-
-class Watch(TorchDispatchMode):
-    """Adds up normalised elements, and refuses a custom operator that nobody can count."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self.ledger = ledger
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "_overloadpacket", func)
         if packet in NORMS:
             weight = args[NORMS[packet]]
-            self.ledger.normalised += args[0].numel() * (4 if weight is None else 5)
-        elif not self.ledger.depth and func.namespace not in BUILT_IN and packet not in flop_registry:
+            self.normalised += args[0].numel() * (4 if weight is None else 5)
+        elif not self.depth and func.namespace not in BUILT_IN and packet not in flop_registry:
             raise LinvitError(
                 f"cannot count {packet}: give it a formula with torch.utils.flop_counter.register_flop_formula"
             )

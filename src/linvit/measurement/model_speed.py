@@ -150,7 +150,7 @@ def prepare(
 def timed(calls: clock.Calls, mode: str, device: torch.device, budget: float) -> list[clock.Timing]:
     if mode == "graph":
         return [clock.graph([call], budget=budget) for call in calls]
-    return clock.by_turns(calls, device, alone=False, budget=budget)
+    return clock.by_turns(calls, device, latency=False, budget=budget)
 
 
 def inference_call(model: nn.Module, images: Tensor, dtype: str, *, compiled: bool = False) -> Callable[[], Tensor]:

@@ -1,6 +1,6 @@
 """A Fair Comparison between Efficient Attentions (Hong et al., 2022): the poster's table."""
 
-from linvit.measurement.published.table import Printed, Section, Table
+from linvit.measurement.published.table import Printed, Table, section
 
 NO_SCORES = "The cell leaves out the score vectors w_q and w_k."
 FROZEN = "The random projections are frozen and count neither here nor there."
@@ -22,9 +22,9 @@ TABLE = Table(
     "Fair Comparison between Efficient Attentions",
     "FLOPs as fvcore counts them: MACs, and 5 for every normalised element.",
     (
-        Section(
+        section(
             "Patches of 4 pixels",
-            pyramid(
+            *pyramid(
                 4,
                 ("SA", "sa", "28.27", "8.821", "81.80", ""),
                 ("LA", "la", "30.91", "5.496", "79.04", ""),
@@ -36,9 +36,9 @@ TABLE = Table(
                 ("LPI", "lpi", "28.38", "4.520", "81.54", ""),
             ),
         ),
-        Section(
+        section(
             "Patches of 7 pixels",
-            pyramid(
+            *pyramid(
                 7,
                 ("SA", "sa", "28.28", "1.915", "78.97", ""),
                 ("LA", "la", "28.56", "1.561", "77.47", ""),
@@ -50,12 +50,10 @@ TABLE = Table(
                 ("LPI", "lpi", "28.39", "1.486", "79.70", ""),
             ),
         ),
-        Section(
+        section(
             "Column",
-            (
-                Printed("COL-14", "fair_column_p14", "22.00", "6.117", "81.30", COPIED, ("params",)),
-                Printed("COL-16", "fair_column_p16", "22.00", "4.589", "80.97"),
-            ),
+            Printed("COL-14", "fair_column_p14", "22.00", "6.117", "81.30", COPIED, ("params",)),
+            Printed("COL-16", "fair_column_p16", "22.00", "4.589", "80.97"),
         ),
     ),
     convention="fvcore",

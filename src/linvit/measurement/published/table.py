@@ -32,6 +32,10 @@ class Section:
     rows: tuple[Printed, ...]
 
 
+def section(title: str, *rows: Printed) -> Section:
+    return Section(title, rows)
+
+
 @dataclass(frozen=True)
 class Table:
     title: str
