@@ -27,10 +27,13 @@ def test_op_writes_a_result_and_prints_a_table(linvit: Callable[..., Outcome], t
     outcome = linvit("bench", "op", "-m", "stella", *asked)
     assert outcome.code == 0, outcome.err
     assert "1, 2, 8, 49" in outcome.out and "forward+backward" in outcome.out and "×" in outcome.out
+    reason = "stella cannot run on the Triton kernel: the tensors are on cpu"
+    assert f"4 rows of ours are without a Triton kernel: {reason}" in outcome.out
     result = json.loads(path.read_text())
     assert result["kind"] == "bench op" and result["complete"] and result["bandwidth"] == 1e10
     assert result["floor_elements"] == {"forward": 4, "forward+backward": 11}
     assert len(result["rows"]) == 2 * 2 * 2 and all(r["status"] == "ok" for r in result["rows"])
+    assert [r["implementation"] for r in result["rows"] if "no_kernel" in r] == ["ours"] * 4
     assert {"hardware", "torch", "triton", "commit", "source", "command", "time"} <= result["environment"].keys()
     assert picture.stat().st_size > 10_000
     again = linvit("bench", "op", "--from", str(path), "--json")
@@ -159,9 +162,22 @@ def test_scaling(linvit: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
     assert outcome.code == 2 and "not a mechanism that is declared linear" in outcome.err
 
 
-def test_a_committed_model_result_is_shown_without_naming_the_model(linvit: Callable[..., Outcome]) -> None:
-    file = Path(__file__).parents[2] / "benchmarks" / "results" / "model-deit_small-stella-h200.json"
-    outcome = linvit("bench", "model", "--from", str(file))
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    "file", sorted(RESULTS.glob("op-*.json")) + sorted(RESULTS.glob("model-*.json")), ids=lambda path: path.stem
+)
+def test_committed_results_are_shown(linvit: Callable[..., Outcome], file: Path) -> None:
+    kind = file.name.partition("-")[0]
+    outcome = linvit("bench", kind, "--from", str(file))
+    result = json.loads(file.read_text())
+    assert outcome.code == 0 and result["environment"]["hardware"] in outcome.out
+    assert len(outcome.out.splitlines()) > 3
+
+
+def test_a_model_is_named_or_a_result_shown(linvit: Callable[..., Outcome]) -> None:
+    outcome = linvit("bench", "model", "--from", str(RESULTS / "model-deit_small-stella-h200.json"))
     assert outcome.code == 0 and "deit_small_patch16_224 to stella in bf16 on NVIDIA H200" in outcome.out
     nameless = linvit("bench", "model")
     assert nameless.code == 2 and "give a timm model" in nameless.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -35,6 +36,9 @@ def print_op(result: dict[str, Any]) -> None:
         cells.append(" / ".join(_eager(rows.get(name)) for name in ("ours", "sdpa")))
         made.add_row(*cells)
     _print(made)
+    reasons = Counter(row["no_kernel"] for row in result["rows"] if "no_kernel" in row)
+    for reason, rows in reasons.items():
+        print(f"{rows} rows of ours are without a Triton kernel: {reason}")
 
 
 def print_model(result: dict[str, Any]) -> None:

@@ -91,6 +91,7 @@ class Implementation:
     attend: Attention
     exact: Attention
     parameters: tuple[Tensor, ...] = ()
+    choosing: Mechanism | None = None  # the mechanism behind it, where that chooses between kernel and reference
 
 
 def implementations(
@@ -118,7 +119,8 @@ def implementations(
         if compiled:
             torch._dynamo.reset()
             attend = torch.compile(attend, dynamic=False)
-        return Implementation(attend, exact, (*module.parameters(), *learned))
+        choosing = module if module.impl == "auto" else None
+        return Implementation(attend, exact, (*module.parameters(), *learned), choosing)
 
     return {
         "ours": lambda: running(ours),
@@ -238,8 +240,10 @@ def measure(
         limits = dict(zip(("output", "gradient"), TOLERANCES[dtype], strict=True))
         if any(not error <= limits[name] for name, error in errors.items()):
             return {"status": "wrong", "errors": {n: min(e, 1e30) for n, e in errors.items()}}
+        reason = why_no_kernel(implementation, inputs)
         del inputs
-        return {"status": "ok", "errors": errors, **_time(implementation, shape, which, dtype, device, budget)}
+        row = {"status": "ok", "errors": errors} | ({} if reason is None else {"no_kernel": reason})
+        return row | _time(implementation, shape, which, dtype, device, budget)
     except LinvitError:
         raise
     except Exception as error:  # a compiler or a driver that fails must not cost the rows that are still to come
@@ -247,6 +251,21 @@ def measure(
     finally:
         if device.type == "cuda" and torch.cuda.memory_reserved(device) > ROOMY:
             torch.cuda.empty_cache()
+
+
+def why_no_kernel(implementation: Implementation, inputs: Inputs) -> str | None:
+    """Why a mechanism that may choose took no Triton kernel for these tensors; None where it did, or has no choice."""
+    mechanism = implementation.choosing
+    if mechanism is None:
+        return None
+    mechanism.impl = "triton"
+    try:
+        inputs.call(implementation.attend, "forward")
+    except LinvitError as refusal:
+        return str(refusal).partition("; use impl")[0]
+    finally:
+        mechanism.impl = "auto"
+    return None
 
 
 def failure(error: Exception) -> dict[str, Any]:
