@@ -12,14 +12,14 @@ import timm
 from linvit.cli import main
 from linvit.measurement import tables as measurement
 from linvit.measurement.published import TABLES, Printed, Section, Table
-from linvit.measurement.tables import Compared, compare, compare_row
+from linvit.measurement.tables import Compared, compare_row, compare_table
 
 every = pytest.mark.parametrize("name", list(TABLES))
 
 
 @cache
 def rows(name: str) -> list[Compared]:
-    return list(compare(TABLES[name]))
+    return list(compare_table(TABLES[name]))
 
 
 @every
@@ -112,7 +112,9 @@ def test_json(table: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lines_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "compare", lambda table: rows(next(k for k, t in TABLES.items() if t is table)))
+    monkeypatch.setattr(
+        measurement, "compare_table", lambda table: rows(next(k for k, t in TABLES.items() if t is table))
+    )
     code, out = run(capsys)
     assert code == 0 and "…" not in out.replace("QT-ViT-1 … 6", "")
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 100

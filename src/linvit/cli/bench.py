@@ -25,7 +25,7 @@ from linvit.cli.arguments import (
     words,
 )
 from linvit.cli.convert import dropping, read_plan
-from linvit.cli.output import Json, print_json, progress
+from linvit.cli.output import Json, print_json, tracked
 from linvit.errors import LinvitError
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against softmax, in one run.")
@@ -96,7 +96,8 @@ def op(
         file.data.setdefault("bandwidth", clock.copy_bandwidth(place))
         done = frozenset(speed.key(row) for row in file.rows)
         rows = speed.sweep(over=over, device=place, passes=which, compared=wanted, done=done, budget=budget, **settings)
-        result = file.fill(rows, progress(f"timing {mechanism}", len(over) * len(which) * len(wanted) - len(done)))
+        left = len(over) * len(which) * len(wanted) - len(done)
+        result = file.fill(tracked(rows, f"timing {mechanism}", left))
     if plot is not None:
         plot_op(result, plot)
     finish(result, print_op, as_json)
@@ -166,7 +167,7 @@ def model(
             budget=budget,
         )
         left = 2 * len(sizes) * len(which) * len(how) - len(file.rows)
-        result = file.fill(rows, progress(f"timing {name}", left))
+        result = file.fill(tracked(rows, f"timing {name}", left))
     finish(result, print_model, as_json)
 
 
@@ -191,11 +192,8 @@ def scaling(
         if name not in {n for n, _ in found}:
             raise LinvitError(f"'{name}' is not a mechanism that is declared linear; see `linvit list`")
     found = [(n, v) for n, v in found if not mechanism or n in mechanism]
-    results = []
-    with progress("doubling the tokens", len(found)) as advance:
-        for name, variant in found:
-            results.append(measurement.scaling(name, variant, tokens=tokens))
-            advance()
+    measured = (measurement.scaling(name, variant, tokens=tokens) for name, variant in found)
+    results = list(tracked(measured, "doubling the tokens", len(found)))
     if as_json:
         print_json([result.as_dict() for result in results])
     else:

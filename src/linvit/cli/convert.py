@@ -23,7 +23,7 @@ from linvit.cli.arguments import (
     numbers,
     pairs,
 )
-from linvit.cli.output import Json, console, print_json, progress, table
+from linvit.cli.output import Json, console, print_json, progress, table, tracked
 from linvit.errors import LinvitError, NotHonoured, unknown_model
 
 if TYPE_CHECKING:
@@ -241,11 +241,7 @@ def print_sensitivity(measured: Sensitivity) -> None:
 def print_survey(as_json: bool) -> None:
     from linvit.conversion.survey import families, survey
 
-    rows = []
-    with progress("surveying", len(families())) as advance:
-        for row in survey():
-            rows.append(row)
-            advance()
+    rows = list(tracked(survey(), "surveying", len(families())))
     if as_json:
         print_json([asdict(row) for row in rows])
         return

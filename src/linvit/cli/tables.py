@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.output import Json, console, print_json, progress, table
+from linvit.cli.output import Json, console, print_json, table, tracked
 from linvit.errors import unknown
 
 if TYPE_CHECKING:
@@ -31,29 +31,26 @@ def tables(
     Example: linvit tables fair --check
     """
     from linvit.measurement.published import TABLES
-    from linvit.measurement.tables import compare
+    from linvit.measurement.tables import compare_table
 
     if name is not None and name not in TABLES:
         raise unknown("table", name, TABLES)
     chosen = {key: found for key, found in TABLES.items() if name in (None, key)}
-    compared: dict[str, list[Compared]] = {key: [] for key in chosen}
-    with progress("counting", sum(len(found.rows) for found in chosen.values())) as advance:
-        for key, found in chosen.items():
-            for row in compare(found):
-                compared[key].append(row)
-                advance()
+    compared = {
+        key: list(tracked(compare_table(found), f"counting {key}", len(found.rows))) for key, found in chosen.items()
+    }
     if as_json:
         print_json({key: as_dict(chosen[key], rows) for key, rows in compared.items()})
     else:
         out = console()
         for key, rows in compared.items():
-            show(chosen[key], rows, out)
+            print_table(chosen[key], rows, out)
     everything = [row for rows in compared.values() for row in rows]
     if any(row.failure for row in everything) or (check and any(row.wrong for row in everything)):
         raise typer.Exit(1)
 
 
-def show(found: Table, rows: list[Compared], out: Console) -> None:
+def print_table(found: Table, rows: list[Compared], out: Console) -> None:
     from rich.markup import escape
     from rich.table import Table as Grid
 

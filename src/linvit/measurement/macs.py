@@ -30,7 +30,6 @@ from linvit.errors import LinvitError, unknown
 
 CONVENTIONS = ("macs", "fvcore")
 aten = torch.ops.aten
-Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -135,11 +134,11 @@ NORMS = {  # the operator, and where its weight stands
 }
 
 
-def vector_flops(a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
+def vector_flops(a: Sequence[int], b: Sequence[int], *args: Any, **kwargs: Any) -> int:
     return 2 * prod(a)
 
 
-def added_vector_flops(a: Shape, b: Shape, c: Shape, *args: Any, **kwargs: Any) -> int:
+def added_vector_flops(a: Sequence[int], b: Sequence[int], c: Sequence[int], *args: Any, **kwargs: Any) -> int:
     return 2 * prod(b)
 
 

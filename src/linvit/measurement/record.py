@@ -10,8 +10,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -140,12 +139,10 @@ class ResultFile:
             write_json(self.path, self.data)
             self.written = time.monotonic()
 
-    def fill(self, rows: Iterable[dict[str, Any]], bar: AbstractContextManager[Callable[[], None]]) -> dict[str, Any]:
-        """Add the rows as they are measured, each with a step of the progress bar, and finish."""
-        with bar as advance:
-            for row in rows:
-                self.add(row)
-                advance()
+    def fill(self, rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Add the rows as they are measured, and finish."""
+        for row in rows:
+            self.add(row)
         return self.finish()
 
     def finish(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Compared:
         return bool(self.failure) or self.params.wrong or self.macs.wrong
 
 
-def compare(table: Table) -> Iterator[Compared]:
+def compare_table(table: Table) -> Iterator[Compared]:
     """Every row of the table, counted one after the other."""
     for printed in table.rows:
         yield compare_row(printed, table)
