@@ -94,9 +94,9 @@ def convert(
     resize(built, size, patch_size, window_size)
     with dropping(drop) as given_up:
         if calibrate is not None:
-            measured = measure(built, calibrate, 6 if keep is None else keep, {*given_up, *plan.drop})
+            measured = measure(built, calibrate, 6 if keep is None else keep, given_up)
             plan = as_plan("mixa", **{**options, "keep": measured.keep})
-        report = replace(linvit.convert(built, plan, drop=given_up, input_size=size), sensitivity=measured)
+        report = replace(linvit.convert(built, plan, drop=given_up, size=size), sensitivity=measured)
     linvit.save(built, output, model_args=None if Path(model).is_dir() else args)
     if as_json:
         print_json({"model": model, "output": str(output), **asdict(report)})
@@ -108,7 +108,7 @@ def convert(
         draw(measured, plot)
 
 
-def measure(model: nn.Module, folder: Path, keep: int, drop: set[str]) -> Sensitivity:
+def measure(model: nn.Module, folder: Path, keep: int, drop: list[str]) -> Sensitivity:
     """The sensitivity of the layers on a folder's images, with a bar for the wait. The plan's option, a local branch,
     starts at zero and turns no outputs, so it is measured without."""
     from linvit.conversion.calibration import calibration_images
@@ -216,7 +216,7 @@ def print_report(report: Report, folder: Path) -> None:
     out.print(made)
     out.print(str(report).splitlines()[0])
     if report.removed:
-        out.print(f"{len(report.removed)} parameters of dropped features are gone.")
+        out.print(report.losses)
     out.print(f"Saved to {folder}: linvit.load('{folder}') reads it.", style="italic")
 
 
@@ -236,7 +236,7 @@ def print_sensitivity(measured: Sensitivity) -> None:
 
 
 def print_survey(as_json: bool) -> None:
-    from linvit.conversion.survey import families, survey
+    from linvit.conversion.surveying import families, survey
 
     rows = []
     with progress("surveying", len(families())) as advance:

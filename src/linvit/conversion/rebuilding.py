@@ -67,8 +67,7 @@ def layers_of(model: nn.Module) -> list[dict[str, Any]]:
 
 def install_layers(model: nn.Module, rows: list[dict[str, Any]]) -> None:
     """Give a freshly built model the mechanisms that `layers_of` listed."""
-    hosts = find_hosts(model)
-    found = dict(hosts)
+    found = dict(find_hosts(model))
     steps = []
     for row in rows:
         if row["name"] not in found:
@@ -77,7 +76,7 @@ def install_layers(model: nn.Module, rows: list[dict[str, Any]]) -> None:
         grid = None if row["grid"] is None else TokenGrid(*row["grid"])
         mechanism = build_mechanism(module, Choice(row["mechanism"], row["options"]), grid, "auto")
         steps.append((module, mechanism, tuple(row["dropped"])))
-    install(model, hosts, steps)
+    install(model, steps)
 
 
 def origin(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from linvit.conversion.hosts import HOSTS
-from linvit.conversion.survey import attention_modules, examine, families, finite, smallest, survey
+from linvit.conversion.surveying import attention_modules, examine, families, finite, smallest, survey
 
 
 @pytest.mark.parametrize(
