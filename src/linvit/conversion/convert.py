@@ -85,7 +85,7 @@ def convert(
     before = dict(model.named_parameters())
     was = {name: current_mechanism(module) for name, module in hosts}
     install(model, [(step.module, step.mechanism, step.dropped) for step in steps])
-    done = Conversion(plan, tuple(sorted(named)), pair)
+    done = Conversion(plan, tuple(sorted(named)), pair, getattr(model, "linvit_source", None))
     model.linvit_conversions = [*getattr(model, "linvit_conversions", []), done]  # type: ignore[assignment]
     after = dict(model.named_parameters())
     result = {step.name: (str(step.choice), step.dropped) for step in steps}

@@ -214,7 +214,7 @@ def host_in_transformers(module: nn.Module) -> type[Host] | None:
     return None if text else host
 
 
-def build_model(name: str, config: dict[str, Any]) -> nn.Module:
+def from_config(name: str, config: dict[str, Any]) -> nn.Module:
     """A model of transformers by the name of its class, from its config and without weights."""
     cls: Any = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):

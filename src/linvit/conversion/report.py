@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from linvit.codec import from_plain, to_plain
 from linvit.conversion.plan import Plan
 
 if TYPE_CHECKING:
@@ -12,13 +13,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where the weights of a model came from, as far as that is known: timm or a checkpoint, or a saved folder."""
+
+    model: str = field(default="", metadata={"sparse": True})
+    args: dict[str, Any] = field(default_factory=dict, metadata={"sparse": True})
+    pretrained: bool = field(default=False, metadata={"sparse": True})
+    checkpoint: str = field(default="", metadata={"sparse": True})
+    folder: str = field(default="", metadata={"sparse": True})
+
+
+@dataclass(frozen=True)
 class Conversion:
-    """What was done to a model, as `linvit.save` notes it: the plan, what the user dropped, and the image size that
-    learned positions were laid out for."""
+    """What was done to a model, as `linvit.save` notes it: the plan, what the user dropped, the image size that learned
+    positions were laid out for, and where the weights came from."""
 
     plan: Plan
     drop: tuple[str, ...] = ()
     size: tuple[int, int] | None = field(default=None, metadata={"key": "input_size"})
+    source: Source | None = field(default=None, metadata={"sparse": True})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**to_plain(self), "plan": self.plan.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Conversion:
+        plan = Plan.from_dict(data.get("plan"))
+        return from_plain(cls, {**data, "plan": plan}, "a conversion of the config", ignore=True)
 
 
 @dataclass(frozen=True)
