@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from timm.layers import to_2tuple
@@ -95,10 +95,11 @@ class Host(nn.Module):
     mechanism: Mechanism
     grids: Grids | None = None
     given_up: tuple[str, ...] = ()  # what was dropped here, by all conversions so far
-    num_heads: Any
-    qkv: Any
-    proj: Any
-    proj_drop: Any
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What the timm class brings along."""
 
     def __init_subclass__(cls) -> None:
         if "original" in vars(cls):
@@ -219,8 +220,6 @@ class ChannelsLastHost(Host):
 class WindowHost(Host):
     """A host that sees the tokens of one window."""
 
-    window_size: Any
-
     @classmethod
     def shape(cls, module: Any) -> Shape:
         return replace(super().shape(module), grid=TokenGrid(*module.window_size))
@@ -234,10 +233,6 @@ class OffsetBiasHost(Host):
     """LeViT's relative position, which others took over: a table of one value for each |Δrow|, |Δcolumn|."""
 
     features = {"relative_bias": ("attention_biases", "attention_bias_idxs")}
-    attention_biases: Any
-    resolution: Any
-    key_dim: Any
-    val_dim: Any
 
     def _init_buffers(self) -> None:
         if self.attention_biases is not None:
@@ -280,6 +275,12 @@ def given(model: nn.Module, module: nn.Module, part: str) -> bool:
 def unpack(packed: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
     """`(batch, tokens, parts · heads · head_dim)` as so many `(batch, heads, tokens, head_dim)`."""
     return packed.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def biased_projection(host: Any, x: Tensor) -> Tensor:
+    """One packed projection with its bias in three parts, of which the keys' is a buffer of zeros."""
+    bias = None if host.q_bias is None else torch.cat((host.q_bias, host.k_bias, host.v_bias))
+    return F.linear(x, host.qkv.weight, bias)
 
 
 def merge_heads(out: Tensor) -> Tensor:

@@ -86,7 +86,6 @@ class InterfaceHost(SequenceHost):
     for the model does not bring softmax back. The model's config, asked for masks only, says linvit too.
     """
 
-    config: Any
     passing: Passing
 
     @classmethod
@@ -163,9 +162,6 @@ class _SamBase(ChannelsLastHost):
     features = {"relative_bias": ("rel_pos_h", "rel_pos_w")}
     num_attention_heads: int
     use_rel_pos: bool
-    rel_pos_h: Any
-    rel_pos_w: Any
-    get_decomposed_rel_pos: Any
 
     @classmethod
     def shape(cls, module: Any) -> Shape:

@@ -118,7 +118,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with a version. `from_dict` reads it back."""
         try:
-            return cast(dict[str, Any], json.loads(json.dumps(to_plain(self), allow_nan=False)))
+            return cast(dict[str, Any], json.loads(json.dumps({"version": VERSION, **to_plain(self)}, allow_nan=False)))
         except (TypeError, ValueError) as error:
             raise LinvitError(f"plan {self.name} has an option that JSON cannot hold: {error}") from None
 

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import timm
@@ -50,9 +50,6 @@ class FamilyResult:
     example: str
     status: str
     reason: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def families() -> list[str]:

@@ -6,14 +6,10 @@ the shared table goes once no layer uses it. Any input size: on another grid the
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from timm.models.beit import Attention
 from torch import Tensor
-from torch.nn import functional as F
 
-from linvit.conversion.host import has_logits, unpack
+from linvit.conversion.host import biased_projection, has_logits, unpack
 from linvit.conversion.relative import SharedBiasHost, on_grid, table_bias
 
 
@@ -21,7 +17,6 @@ class BeitHost(SharedBiasHost, Attention):
     original = Attention
     features = {"relative_bias": ("relative_position_bias_table", "relative_position_index")}
     shared = "rel_pos_bias"
-    k_bias: Any
 
     def _bias(self, shared: Tensor | None) -> Tensor | None:
         if not has_logits(self.mechanism):
@@ -36,7 +31,6 @@ class BeitHost(SharedBiasHost, Attention):
         return own if shared is None else own + shared
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        bias = None if self.q_bias is None else torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        q, k, v = unpack(F.linear(x, self.qkv.weight, bias), 3, self.num_heads)
+        q, k, v = unpack(biased_projection(self, x), 3, self.num_heads)
         out = self.attend(q, k, v, self.token_grid, bias=self._bias(shared_rel_pos_bias), x=x)
         return self.proj_drop(self.project_out(out, q))

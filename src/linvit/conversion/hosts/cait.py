@@ -35,9 +35,6 @@ class ClassTokenHost(Host):
     """The class token, which comes first, asks all tokens."""
 
     needs = (ONE_QUERY,)
-    q: Any
-    k: Any
-    v: Any
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:

@@ -17,7 +17,6 @@ class _LevitBase(OffsetBiasHost):
     """What the two share: shapes and the level of the pyramid they stand on."""
 
     level = 0
-    use_conv: Any
 
     @classmethod
     def shape(cls, module: Any) -> Shape:

@@ -15,11 +15,6 @@ from linvit.conversion.host import Host, grid_of, to_tokens
 
 
 class _ShrunkBase(Host):
-    conv_proj: Any
-    pwise: Any
-    o_proj: Any
-    upsampling: Any
-    att_stride: Any
     small_kernels: Any = False
 
     @classmethod

@@ -41,8 +41,6 @@ class _MaxxBase(Host):
     """What the two share: everything but the layout of pictures."""
 
     features = {"relative_bias": ("rel_pos",)}
-    rel_pos: Any
-    head_first: Any
 
     @classmethod
     def shape(cls, module: Any) -> Shape:

@@ -18,8 +18,6 @@ from linvit.conversion.host import POOLED_KEYS, Ask, Host, has_logits
 class MViTv2Host(Host, MultiScaleAttention):
     original = MultiScaleAttention
     features = {"relative_bias": ("rel_pos_h", "rel_pos_w")}
-    rel_pos_h: Any
-    rel_pos_w: Any
 
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:

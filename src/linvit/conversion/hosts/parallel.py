@@ -26,16 +26,8 @@ class _DifferentialHost(MaskedHost):
     """Two maps per head: q and k in twice as many heads, each value shared by two."""
 
     needs = (WIDE_VALUES,)
-    head_dim: Any
-    q_norm: Any
-    k_norm: Any
-    sub_norm: Any
-    lambda_init: Any
-    _compute_lambda: Any
 
-    def _difference(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k = (t.unflatten(-1, (2 * self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k))
         v = v.unflatten(-1, (self.num_heads, 2 * self.head_dim)).transpose(1, 2).repeat_interleave(2, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -54,24 +46,27 @@ class DiffHost(_DifferentialHost, DiffAttention):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         refuse_causal(is_causal)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        out, q = self._difference(q, k, v, attn_mask, x)
+        out, q = self._mix(q, k, v, attn_mask, x)
         return self.proj_drop(self.mechanism.after_projection(self.proj(self.norm(out)), q))
 
 
-class ParallelHost(MaskedHost, ParallelScalingBlock):
-    original = ParallelScalingBlock
+class _ParallelBase(MaskedHost):
+    """One projection makes q, k, v and the MLP's input."""
 
     @classmethod
     def shape(cls, module: Any) -> Shape:
         return Shape(module.num_heads, module.head_dim, dim=module.in_proj.in_features)
 
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (self.split_heads(t) for t in (q, k, v))
+        q, k = self.q_norm(q), self.k_norm(k)
+        return merge_heads(self.attend_masked(q, k, v, attn_mask, x)), q
+
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         refuse_causal(is_causal)
         normed = self.in_norm(x)
         hidden, q, k, v = self.in_proj(normed).split(self.in_split, dim=-1)
-        q, k, v = (self.split_heads(t) for t in (q, k, v))
-        q, k = self.q_norm(q), self.k_norm(k)
-        out = merge_heads(self.attend_masked(q, k, v, attn_mask, normed))
+        out, q = self._mix(q, k, v, attn_mask, normed)
         hidden = self.mlp_drop(self.mlp_act(hidden if self.mlp_bias is None else hidden + self.mlp_bias))
         if self.out_proj is not None:
             out = self.out_proj(torch.cat((out, hidden), dim=-1))
@@ -80,18 +75,13 @@ class ParallelHost(MaskedHost, ParallelScalingBlock):
         return x + self.drop_path(self.ls(self.mechanism.after_projection(out, q)))
 
 
-class DiffParallelHost(_DifferentialHost, DiffParallelScalingBlock):
+class ParallelHost(_ParallelBase, ParallelScalingBlock):
+    original = ParallelScalingBlock
+
+
+class DiffParallelHost(_DifferentialHost, _ParallelBase, DiffParallelScalingBlock):
     original = DiffParallelScalingBlock
 
     @classmethod
     def shape(cls, module: Any) -> Shape:
         return Shape(2 * module.num_heads, module.head_dim, 2 * module.head_dim, module.in_proj.in_features)
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        refuse_causal(is_causal)
-        normed = self.in_norm(x)
-        hidden, q, k, v = self.in_proj(normed).split(self.in_split, dim=-1)
-        out, q = self._difference(q, k, v, attn_mask, normed)
-        hidden = self.mlp_drop(self.mlp_act(hidden if self.mlp_bias is None else hidden + self.mlp_bias))
-        out = self.out_proj(torch.cat((out, hidden), dim=-1))
-        return x + self.drop_path(self.ls(self.mechanism.after_projection(out, q)))

@@ -17,10 +17,6 @@ class PooledKeysHost(Host):
     """Keys and values from a picture that a strided convolution has shrunk."""
 
     features = {"pooling": ("sr", "norm")}
-    q: Any
-    kv: Any
-    sr: Any
-    norm: Any
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:

@@ -14,25 +14,13 @@ import torch
 from timm.layers import AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from linvit.conversion.host import FEATURES, Ask, given, merge_heads, refuse_causal
+from linvit.conversion.host import FEATURES, Ask, biased_projection, given, merge_heads, refuse_causal
 from linvit.conversion.hosts.vit import MaskedHost
 
 
 class _RopeBase(MaskedHost):
     """What the two share: everything but the projections."""
-
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
-    q_norm: Any
-    k_norm: Any
-    norm: Any
-    gate: Any
-    head_dim: Any
-    num_prefix_tokens: Any
-    rotate_half: Any
 
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
@@ -74,11 +62,9 @@ class RopeHost(_RopeBase, AttentionRope):
 
 class EvaHost(_RopeBase, EvaAttention):
     original = EvaAttention
-    k_bias: Any
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.q_bias is None:
             return super()._project(x)
-        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        q, k, v = F.linear(x, self.qkv.weight, bias).chunk(3, dim=-1)
+        q, k, v = biased_projection(self, x).chunk(3, dim=-1)
         return self._heads(q), self._heads(k), self._heads(v)

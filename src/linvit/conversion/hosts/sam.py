@@ -21,9 +21,8 @@ from linvit.conversion.host import FEATURES, Ask, ChannelsLastHost, has_logits
 
 class SAMHost(ChannelsLastHost, Attention):
     original = Attention
-    features = {"relative_bias": ("rel_pos_h", "rel_pos_w")}
     rope: Any
-    rel_pos_h: Any
+    features = {"relative_bias": ("rel_pos_h", "rel_pos_w")}
 
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:

@@ -6,8 +6,6 @@ ReLU). A linear one cannot honour them; `drop=("relative_bias", "shift_mask")` g
 
 from __future__ import annotations
 
-from typing import Any
-
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor
 
@@ -43,7 +41,6 @@ class ShiftedWindowHost(WindowHost):
 class SwinHost(ShiftedWindowHost, WindowAttention):
     original = WindowAttention
     features = {"relative_bias": ("relative_position_bias_table",), "shift_mask": ()}
-    relative_position_bias_table: Any
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
         if self.relative_position_bias_table is not None:

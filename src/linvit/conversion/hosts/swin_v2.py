@@ -10,7 +10,6 @@ log-spaced offsets, and the shift mask are exact in mechanisms with logits; othe
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from timm.models.swin_transformer_v2 import WindowAttention
@@ -18,14 +17,12 @@ from timm.models.swin_transformer_v2_cr import WindowMultiHeadAttention
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.conversion.host import unpack
+from linvit.conversion.host import biased_projection, unpack
 from linvit.conversion.hosts.swin import ShiftedWindowHost
 
 
 class _CosineWindows(ShiftedWindowHost):
     """What the two share: unit vectors and a temperature."""
-
-    logit_scale: Any
 
     def _scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         temperature = self.logit_scale.clamp(max=math.log(100)).exp().reshape(-1, 1, 1)
@@ -35,11 +32,9 @@ class _CosineWindows(ShiftedWindowHost):
 class SwinV2Host(_CosineWindows, WindowAttention):
     original = WindowAttention
     features = {"relative_bias": ("cpb_mlp",), "shift_mask": ()}
-    k_bias: Any
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        bias = None if self.q_bias is None else torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        return unpack(F.linear(x, self.qkv.weight, bias), 3, self.num_heads)
+        return unpack(biased_projection(self, x), 3, self.num_heads)
 
     def _position(self) -> Tensor | None:
         if self.cpb_mlp is None:

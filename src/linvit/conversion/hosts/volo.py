@@ -7,8 +7,6 @@ the centre alone, and stay.
 
 from __future__ import annotations
 
-from typing import Any
-
 from timm.models.volo import Attention, ClassAttention
 from torch import Tensor
 
@@ -29,7 +27,6 @@ class VOLOHost(ChannelsLastHost, Attention):
 
 class VOLOClassHost(ClassTokenHost, ClassAttention):
     original = ClassAttention
-    kv: Any
 
     def _keys_and_values(self, x: Tensor) -> tuple[Tensor, ...]:
         return unpack(self.kv(x), 2, self.num_heads)
