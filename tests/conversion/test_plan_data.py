@@ -66,7 +66,7 @@ GOOD: dict[str, Any] = {"version": 1, "name": "mine", "default": None}
             "count of layers of .* must be a whole number, got True",
         ),
         ({**GOOD, "rules": [{"layers": {"count": 2, "where": "frist"}}]}, "did you mean first"),
-        ({**GOOD, "rules": [{"pattern": "("}]}, "no regular expression"),
+        ({**GOOD, "rules": [{"pattern": "("}]}, "not a regular expression"),
         ({**GOOD, "rules": [{"optional": 1}]}, "optional of rules of the plan must be true or false, got 1"),
     ],
 )

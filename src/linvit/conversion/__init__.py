@@ -3,7 +3,7 @@
 from linvit.conversion.convert import convert, droppable, find_hosts
 from linvit.conversion.opening import open_model, open_original
 from linvit.conversion.plan import Choice, Pick, Plan, Rule, as_plan, list_plans, parse_plan
-from linvit.conversion.report import Conversion, Layer, Report
+from linvit.conversion.report import Conversion, Layer, Report, Source
 from linvit.conversion.resampling import resample, resample_patches, resample_windows
 from linvit.conversion.saving import load, save
 from linvit.conversion.sensitivity import Sensitivity, measure_sensitivity, output_similarity
@@ -19,6 +19,7 @@ __all__ = [
     "Report",
     "Rule",
     "Sensitivity",
+    "Source",
     "as_plan",
     "convert",
     "droppable",

@@ -84,7 +84,7 @@ def convert(
     refuse_idle(model, plan, named, steps)
     before = dict(model.named_parameters())
     was = {name: current_mechanism(module) for name, module in hosts}
-    install(model, [(step.module, step.mechanism, step.dropped) for step in steps])
+    install(model, steps)
     done = Conversion(plan, tuple(sorted(named)), pair, getattr(model, "linvit_source", None))
     model.linvit_conversions = [*getattr(model, "linvit_conversions", []), done]  # type: ignore[assignment]
     after = dict(model.named_parameters())
@@ -235,25 +235,20 @@ def check(name: str, unmet: list[Ask], mechanism: Mechanism, between: bool) -> N
             raise LinvitError(f"{mechanism.name} cannot serve {name}: it has {ask.feature}")
 
 
-def swap(module: nn.Module, mechanism: Mechanism, dropped: tuple[str, ...]) -> None:
-    """Make the module a host of the mechanism, in place."""
-    host = host_of(module)
-    for feature in dropped:
-        host.give_up(module, feature)
-    module.__class__ = host
-    assert isinstance(module, Host)
-    module.mechanism = mechanism
-    module.given_up = tuple(dict.fromkeys((*module.given_up, *dropped)))
-
-
-def install(model: nn.Module, steps: list[tuple[nn.Module, Mechanism, tuple[str, ...]]]) -> None:
-    """Swap each module's attention for its mechanism and drop its features, then let the hosts prepare the model."""
-    hosts = find_hosts(model)
-    for module, mechanism, dropped in steps:
-        swap(module, mechanism, dropped)
-    for kind in {type(module) for module, *_ in steps}:
-        assert issubclass(kind, Host)
-        kind.prepare(model, hosts)
+def install(model: nn.Module, steps: Iterable[Step]) -> None:
+    """Make the modules hosts of their mechanisms, in place and without what is dropped, and prepare the model."""
+    kinds = set()
+    for step in steps:
+        module, host = step.module, host_of(step.module)
+        for feature in step.dropped:
+            host.give_up(module, feature)
+        module.__class__ = host
+        assert isinstance(module, Host)
+        module.mechanism = step.mechanism
+        module.given_up = tuple(dict.fromkeys((*module.given_up, *step.dropped)))
+        kinds.add(host)
+    for kind in kinds:
+        kind.prepare(model)
 
 
 def own_size(model: Any) -> tuple[int, int]:

@@ -143,7 +143,7 @@ class Host(nn.Module):
         return None
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         """Once per model, after the swap: hooks for hosts that only see a sequence."""
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -185,7 +185,7 @@ class SequenceHost(Host):
         return image.grid
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         follow_grids(model, cls)
 
     @property

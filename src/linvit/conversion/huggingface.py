@@ -104,10 +104,12 @@ class InterfaceHost(SequenceHost):
             module.attention_dropout = module.dropout = 0.0
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        found = {name: module for name, module in hosts if isinstance(module, InterfaceHost)}
-        for _, attention in hosts:
-            module: Any = attention
+    def prepare(cls, model: nn.Module) -> None:
+        found = {name: module for name, module in model.named_modules() if isinstance(module, InterfaceHost)}
+        module: Any
+        for module in list(model.modules()):
+            if not isinstance(module, InterfaceHost) and host_in_transformers(module) is None:
+                continue
             shared = module.config
             module.config = copy.copy(shared)
             module.config._attn_implementation = "sdpa"
@@ -119,12 +121,12 @@ class InterfaceHost(SequenceHost):
             if stem(owner) is None or type(owner).__module__.split(".")[0] != "transformers":
                 continue
             around = name.rpartition(".")[0]
-            inside = [module for place, module in found.items() if place.startswith(around)]
-            if inside and all(module.grids is None for module in inside):
+            inside = [host for place, host in found.items() if place.startswith(around)]
+            if inside and all(host.grids is None for host in inside):
                 grids = Grids()
                 grids.follow(owner)
-                for module in inside:
-                    module.grids = grids
+                for host in inside:
+                    host.grids = grids
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.passing.input = hidden_states

@@ -69,7 +69,7 @@ class Rule:
         try:
             re.compile(self.pattern or "")
         except re.error as error:
-            raise LinvitError(f"the pattern '{self.pattern}' is no regular expression: {error}") from None
+            raise LinvitError(f"the pattern '{self.pattern}' is not a regular expression: {error}") from None
 
     def matching(self, names: Sequence[str]) -> set[int]:
         """Positions of the hosts this rule speaks of."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from linvit.attention import TokenGrid
 from linvit.codec import to_plain
-from linvit.conversion.convert import build_mechanism, find_hosts, install
+from linvit.conversion.convert import Step, build_mechanism, find_hosts, install
 from linvit.conversion.host import Host
 from linvit.conversion.plan import Choice
 from linvit.errors import LinvitError, unknown
@@ -81,10 +81,10 @@ def install_layers(model: nn.Module, layers: Iterable[SavedLayer]) -> None:
     for layer in layers:
         if layer.name not in found:
             raise LinvitError(f"the config names the layer {layer.name}, which {type(model).__name__} does not have")
-        module = found[layer.name]
+        module, choice = found[layer.name], Choice(layer.mechanism, layer.options)
         grid = None if layer.grid is None else TokenGrid(*layer.grid)
-        mechanism = build_mechanism(module, Choice(layer.mechanism, layer.options), grid, "auto")
-        steps.append((module, mechanism, layer.dropped))
+        mechanism = build_mechanism(module, choice, grid, "auto")
+        steps.append(Step(layer.name, module, choice, mechanism, layer.dropped))
     install(model, steps)
 
 

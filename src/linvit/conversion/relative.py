@@ -113,8 +113,8 @@ class SharedBiasHost(SequenceHost):
             module.uses_shared = False
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        super().prepare(model, hosts)
+    def prepare(cls, model: nn.Module) -> None:
+        super().prepare(model)
         for owner in model.modules():
             inside = [module for module in owner.modules() if isinstance(module, cls.original)]
             grids = next((module.grids for module in inside if isinstance(module, cls)), None)

@@ -75,8 +75,7 @@ def measure_sensitivity(
     parts = {"original": {name: copy.deepcopy(student.get_submodule(name)) for name in names}}
     for kind, plan in (("quadratic", quadratic), ("linear", linear)):
         plan = replace(as_plan(plan), drop=as_plan("mixa").drop) if isinstance(plan, str) else plan
-        steps, _ = find_steps(student, plan, drop)
-        install(student, [(step.module, step.mechanism, step.dropped) for step in steps])
+        install(student, find_steps(student, plan, drop)[0])
         parts[kind] = {name: copy.deepcopy(student.get_submodule(name)) for name in names}
 
     def turned(default: str, other: str, changed: Iterable[str]) -> float:

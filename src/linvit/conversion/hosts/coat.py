@@ -33,7 +33,7 @@ class CoaTHost(Host, FactorAttnConvRelPosEnc):
         return TokenGrid(args[1][0], args[1][1], prefix=1)
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         embeds = (m for owner in model.modules() if isinstance(owner, CoaT) for m in owner.modules())
         for embed in embeds:
             if isinstance(embed, PatchEmbed) and embed.strict_img_size:

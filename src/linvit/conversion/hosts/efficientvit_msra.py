@@ -28,7 +28,7 @@ class CascadedHost(OffsetBiasHost, PictureHost, CascadedGroupAttention):
         return Shape(1, module.key_dim, module.val_dim, dim=module.qkvs[0].conv.in_channels)
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         for owner in model.modules():
             if type(owner) is LocalWindowAttention and isinstance(owner.attn, cls):
                 owner.__class__ = AnySizeWindows

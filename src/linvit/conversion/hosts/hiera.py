@@ -42,7 +42,7 @@ class HieraHost(Host, MaskUnitAttention):
         return layout(strides, (1, 1) if module.use_mask_unit_attn else units)[0]
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         for owner in model.modules():
             if isinstance(owner, Hiera):
                 for attn, (strides, units) in stages(owner):

@@ -27,7 +27,7 @@ class _LevitBase(OffsetBiasHost):
         return TokenGrid(*module.resolution)
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         for owner in model.modules():
             stem = getattr(owner, "stem", None)
             inside = [m for m in owner.modules() if isinstance(m, Attention | AttentionDownsample)]

@@ -29,7 +29,7 @@ class TNTHost(Host, Attention):
         return TokenGrid(*image.owner.pixel_embed.new_patch_size) if inside else image.grid
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         for owner in model.modules():
             if isinstance(owner, TNT):
                 block: Any

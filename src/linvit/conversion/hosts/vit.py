@@ -20,8 +20,8 @@ class MaskedHost(SequenceHost):
     """A host of a sequence that may come with a mask."""
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        super().prepare(model, hosts)
+    def prepare(cls, model: nn.Module) -> None:
+        super().prepare(model)
         use_key_masks(model)
 
     def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> Tensor:
