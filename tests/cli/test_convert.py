@@ -15,10 +15,9 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 import linvit as library
-from linvit.cli.convert import FEATURES
-from linvit.comparison.building import droppable
-from linvit.conversion import as_plan
+from linvit.conversion import as_plan, droppable, surveying
 from linvit.conversion.calibration import calibration_images
+from linvit.conversion.host import FEATURES
 from linvit.conversion.sensitivity import output_similarity
 from tests.cli.conftest import Outcome
 from tests.conversion.families import FAMILIES
@@ -93,20 +92,11 @@ def test_drop_knows_what_every_host_asks_for() -> None:
     assert asked == {*FEATURES}
 
 
-def test_drop_may_name_what_the_model_has_not(linvit: Run, tmp_path: Path) -> None:
-    command = (
-        "convert",
-        DEIT,
-        "--plan",
-        "stella",
-        "--drop",
-        " rotary, pooling,",
-        "-o",
-        str(tmp_path),
-        "--json",
-        *SMALL,
-    )
-    assert mechanisms(linvit(*command)) == ["stella"] * 3
+def test_drop_names_what_the_model_has_not(linvit: Run, tmp_path: Path) -> None:
+    command = ("convert", DEIT, "--plan=stella", "--drop", " rotary, pooling,", "-o", str(tmp_path), "--json", *SMALL)
+    outcome = linvit(*command)
+    assert outcome.code == 2 and "drop names rotary, which no layer of this VisionTransformer has" in outcome.err
+    assert outcome.err.count("\n") == 1
 
 
 def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
@@ -178,10 +168,8 @@ def test_hub_out_of_reach(linvit: Run, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_survey(linvit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from linvit.conversion import survey
-
     names = ["deit", "levit"]
-    monkeypatch.setattr(survey, "families", lambda: names)
+    monkeypatch.setattr(surveying, "families", lambda: names)
     rows = linvit("convert", "--survey", "--json").json
     assert [row["family"] for row in rows] == names
     assert set(rows[0]) == {"family", "example", "status", "reason"} and rows[0]["status"] == "converted"

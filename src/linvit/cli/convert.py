@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -24,16 +23,13 @@ from linvit.cli.arguments import (
     pairs,
 )
 from linvit.cli.output import Json, console, print_json, progress, table, tracked
-from linvit.errors import LinvitError, NotHonoured, unknown_model
+from linvit.errors import LinvitError, NotHonoured
 
 if TYPE_CHECKING:
     from torch import nn
 
     from linvit.conversion import Plan, Report
     from linvit.conversion.sensitivity import Sensitivity
-
-# What --drop may name: all that the hosts ask for and a mechanism may lack, whatever the model.
-FEATURES = ("relative_bias", "shift_mask", "talking_heads", "pooling", "rotary", "temperature", "attention_dropout")
 
 
 def convert(
@@ -74,7 +70,7 @@ def convert(
         if not given:
             raise LinvitError(f"give {wanted}: linvit convert deit_small_patch16_224 --plan mixa -o deit_s_mixa")
     assert output is not None
-    from linvit.conversion import as_plan, load_weights, save
+    from linvit.conversion import as_plan, open_model, resample, save
     from linvit.conversion import convert as swap
     from linvit.conversion.plan import split_options
 
@@ -99,15 +95,14 @@ def convert(
     features(drop)  # a wrong name is told before any weights are fetched
     pixels = image_size(size) if size else None
     args = pairs(model_arg, "--model-arg")
-    built = build(model, pretrained and checkpoint is None, args, instead="--checkpoint FILE or --no-pretrained")
-    if checkpoint is not None:
-        load_weights(built, checkpoint)
-    resize(built, pixels, patch_size, window_size)
+    instead = "--checkpoint FILE or --no-pretrained"
+    built = open_model(model, pretrained=pretrained, args=args, checkpoint=checkpoint, instead=instead)
+    resample(built, size=pixels, patch_size=patch_size, window_size=window_size)
     with dropping(drop) as given_up:
         if calibrate is not None:
-            measured = measure(built, calibrate, 6 if keep is None else keep, {*given_up, *chosen.drop})
+            measured = measure(built, calibrate, 6 if keep is None else keep, given_up)
             chosen = as_plan("mixa", **{**options, "keep": measured.keep})
-        report = replace(swap(built, chosen, drop=given_up, input_size=pixels), sensitivity=measured)
+        report = replace(swap(built, chosen, drop=given_up, size=pixels), sensitivity=measured)
     save(built, output, model_args=None if Path(model).is_dir() else args)
     if as_json:
         print_json({"model": model, "output": str(output), **asdict(report)})
@@ -117,7 +112,7 @@ def convert(
         plot_sensitivity(measured, plot)
 
 
-def measure(model: nn.Module, folder: Path, keep: int, drop: set[str]) -> Sensitivity:
+def measure(model: nn.Module, folder: Path, keep: int, drop: list[str]) -> Sensitivity:
     """The sensitivity of the layers on a folder's images, with a bar for the wait. The plan's option, a local branch,
     starts at zero and turns no outputs, so it is measured without."""
     from linvit.conversion.calibration import calibration_images
@@ -148,6 +143,8 @@ def read_plan(text: str, keep: int | None, where: str, layers: str, options: dic
 
 def features(drop: str) -> list[str]:
     """The names in --drop; one that no model's attention has is a mistake."""
+    from linvit.conversion.host import FEATURES
+
     named = [feature.strip() for feature in drop.split(",") if feature.strip()]
     for feature in named:
         if feature not in FEATURES:
@@ -166,46 +163,6 @@ def dropping(drop: str) -> Iterator[list[str]]:
         raise LinvitError(f"{lacking.reason}: --drop {together} gives up what it cannot") from None
 
 
-def build(name: str, pretrained: bool, args: dict[str, Any], instead: str = "--no-pretrained") -> nn.Module:
-    """The model with its weights: from a folder of ours, or from timm. `instead` are the options that spare timm's."""
-    import timm
-
-    from linvit.conversion import load
-
-    if Path(name).is_dir():
-        if args:
-            raise LinvitError(f"{name} is a saved model, which is built as it was: leave out --model-arg")
-        return load(name)
-    if not timm.is_model(name):
-        raise unknown_model("model", name, timm.list_models())
-    if pretrained:
-        from huggingface_hub.utils import logging
-
-        logging.set_verbosity_error()  # it tells of every retry; one line comes at the end
-        if sys.stderr.isatty():
-            print(f"fetching the weights of {name}", file=sys.stderr)
-    try:
-        return timm.create_model(name, pretrained=pretrained, **args)
-    except LinvitError:
-        raise
-    except Exception as error:  # whatever the hub, the network or the model's constructor makes of it
-        if not pretrained:
-            raise LinvitError(f"{name} cannot be built with {args}: {error}") from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
-        raise LinvitError(f"cannot get the pretrained weights of {name} ({reason}); give {instead}") from error
-
-
-def resize(model: nn.Module, size: tuple[int, int] | None, patch: int | None, window: int | None) -> None:
-    """Resample what has a size, where that is asked for or the model fixes its image size."""
-    from linvit.conversion import resample_patches, resample_windows
-
-    if window is not None:
-        resample_windows(model, window, size)
-    if patch is not None or (size is not None and hasattr(model, "set_input_size")):
-        embed: Any = model.patch_embed if hasattr(model, "patch_embed") else None
-        resample_patches(model, patch or embed.patch_size[0], size)
-
-
 def print_report(report: Report, folder: Path) -> None:
     made = table(layer=-5, name=20, before=10, after=16, note=10)
     for layer in report.layers:
@@ -219,7 +176,7 @@ def print_report(report: Report, folder: Path) -> None:
     out.print(made)
     out.print(str(report).splitlines()[0])
     if report.removed:
-        out.print(f"{len(report.removed)} parameters of dropped features are gone.")
+        out.print(report.losses)
     out.print(f"Saved to {folder}: linvit.load('{folder}') reads it.", style="italic")
 
 
@@ -239,7 +196,7 @@ def print_sensitivity(measured: Sensitivity) -> None:
 
 
 def print_survey(as_json: bool) -> None:
-    from linvit.conversion.survey import families, survey
+    from linvit.conversion.surveying import families, survey
 
     rows = list(tracked(survey(), "surveying", len(families())))
     if as_json:
