@@ -19,6 +19,7 @@ from linvit.attention.mechanism import Call, Mechanism, Shape, Size, lift
 from linvit.attention.normalisers import Normaliser
 from linvit.errors import LinvitError
 from linvit.kernels import linear as kernel
+from linvit.kernels.fused import plain, signature_of, unserved
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,21 @@ class LinearAttention(Mechanism):
 
         The checks take the host longer than the launch, and at small sizes the host is what one waits for.
         """
-        if key_grid is None and mask is None and bias is None and self.served and kernel.plain(q):
-            sort = kernel.sort_of(q, k, v)
-            impl, known, formula = self.served.get(sort, UNKNOWN)
+        if key_grid is None and mask is None and bias is None and self.served and plain(q):
+            signature = signature_of(q, k, v)
+            impl, known, formula = self.served.get(signature, UNKNOWN)
             if impl == self.impl and (grid is known or grid is None or grid == known):
-                return kernel.attend(q, k, v, formula, sort=sort)
+                return kernel.op(q, k, v, None, None, formula, signature)
         return super().forward(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x)
 
     def remember(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> None:
         """Let calls like this one take the short way, if the kernel does all there is to do."""
-        plain = type(self).finish is Mechanism.finish and type(self).finish_fused is LinearAttention.finish_fused
-        plain = plain and not (self.capabilities.grid or self.capabilities.input)
-        if plain and fusion.plain(q, k) and call.mask is None and call.grid == call.key_grid and kernel.plain(q):
+        nothing_else = type(self).finish is Mechanism.finish and type(self).finish_fused is LinearAttention.finish_fused
+        nothing_else = nothing_else and not (self.capabilities.grid or self.capabilities.input)
+        if nothing_else and fusion.plain(q, k) and call.mask is None and call.grid == call.key_grid and plain(q):
             if len(self.served) >= MOST_SERVED:
                 self.served.clear()
-            self.served[kernel.sort_of(q, k, v)] = (self.impl, call.grid, fusion.formula)
+            self.served[signature_of(q, k, v)] = (self.impl, call.grid, fusion.formula)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k); masked keys are zeroed afterwards."""
@@ -127,7 +128,7 @@ class LinearAttention(Mechanism):
         return self.finish(out, q, k, v, call)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        why = kernel.unserved(q, k, v)
+        why = unserved(q, k, v)
         fusion = self.fusion(q, k, call) if why is None else why
         if not isinstance(fusion, str):
             # Features computed outside come in float32, and float16 has too small a range for them.
@@ -136,7 +137,7 @@ class LinearAttention(Mechanism):
             why = kernel.why_not(q_, k_, v_, fusion.formula)
             if why is None:
                 self.remember(q, k, v, call, fusion)
-                out = kernel.attend(q_, k_, v_, fusion.formula, call.mask, fusion.constant)
+                out = kernel.linear_attention(q_, k_, v_, fusion.formula, call.mask, fusion.constant)
                 if call.mask is not None:
                     out = out * self.normaliser.under_mask(call, q.shape[-1])
                 return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)
