@@ -203,17 +203,22 @@ class FusedOp:
         return found[0] if self.saved else found
 
 
+def packed_strides(shape: torch.Size) -> tuple[int, Strides]:
+    """How far apart q, k and v of this shape lie in a packed tensor, and the strides of each."""
+    _, heads, tokens, dim = shape
+    row = heads * dim
+    return row, (3 * tokens * row, dim, 3 * row, 1)
+
+
 def packed_source(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """The packed tensor that q, k and v are the views of, if they are and need gradients; its shape is its own."""
     base = q._base
     if base is None or not base.requires_grad or k._base is not base or v._base is not base:
         return None
-    batch, heads, tokens, dim = q.shape
-    row = heads * dim
-    strides = (3 * tokens * row, dim, 3 * row, 1)
+    row, strides = packed_strides(q.shape)
     if q.stride() != strides or k.stride() != strides or v.stride() != strides:
         return None
-    if q.shape != k.shape or q.shape != v.shape or base.numel() != 3 * batch * tokens * row or not base.is_contiguous():
+    if q.shape != k.shape or q.shape != v.shape or base.numel() != 3 * q.numel() or not base.is_contiguous():
         return None
     first = base.storage_offset()
     for view in (q, k, v):
@@ -246,17 +251,20 @@ class _Fused(torch.autograd.Function):
         if torch.is_grad_enabled():  # autograd enables it here when it was asked for a graph of the gradients
             raise LinvitError(f"the fused {ctx.op.name} cannot be differentiated twice; use impl='reference'")
         q, k, v, mask, learned, *saved = ctx.saved_tensors
-        # A checkpoint is valid in a plain backward() only: that is how PyTorch tells it from `grad` and `inputs=`.
-        packed = ctx.whole is not None and torch.autograd._is_checkpoint_valid()
-        packed = packed and not any(view._backward_hooks or view.retains_grad for view in (q, k, v))
-        if packed:
-            batch, heads, tokens, dim = q.shape
-            d_whole = torch.empty((batch, tokens, 3, heads, dim), dtype=q.dtype, device=q.device)
-            parts = unpack(d_whole)
-        else:
-            parts = rows_like(q), rows_like(k), rows_like(v)
         rest = (mask, learned, saved, ctx.options, ctx.needs_input_grad[8])
-        d_learned = ctx.op.backward(grad, q, k, v, *parts, *rest)
-        if packed:
-            return None, None, None, d_whole.view(ctx.whole), None, None, None, None, d_learned
-        return None, None, None, None, *parts, None, d_learned
+        # A checkpoint is valid in a plain backward() only: that is how PyTorch tells it from `grad` and `inputs=`.
+        plainly = torch.autograd._is_checkpoint_valid() and not (watched(q) or watched(k) or watched(v))
+        if ctx.whole is not None and plainly:
+            d_whole = torch.empty(ctx.whole, dtype=q.dtype, device=q.device)
+            row, strides = packed_strides(q.shape)
+            parts = (d_whole.as_strided(q.shape, strides, first) for first in (0, row, 2 * row))
+            d_learned = ctx.op.backward(grad, q, k, v, *parts, *rest)
+            return None, None, None, d_whole, None, None, None, None, d_learned
+        dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
+        d_learned = ctx.op.backward(grad, q, k, v, dq, dk, dv, *rest)
+        return None, None, None, None, dq, dk, dv, None, d_learned
+
+
+def watched(view: Tensor) -> bool:
+    """Whether somebody has asked to see the gradient of a view."""
+    return bool(view._backward_hooks) or view.retains_grad

@@ -110,7 +110,7 @@ def prepare_backward(
     signature: tuple[Any, ...], mask_strides: Strides | None, options: Options, grad_strides: Strides,
     d_strides: Strides,
 ) -> tuple[Cut, Launch, Launch]:  # fmt: skip
-    """The kernels of the state's gradient and of the inputs'; `d_strides` are of batches and tokens of dq, dk and dv."""
+    """The kernels of the state's gradient and the inputs'; `d_strides` are of batches and tokens of dq, dk and dv."""
     from linvit.kernels.mobile import backward as kernels
 
     q, _, v, q_strides, k_strides, v_strides, *_, device, _, _ = signature

@@ -1,8 +1,9 @@
 """ReLU-quadratic attention, `relu(q · kᵀ / √d + bias) · v / keys`, without the N×N matrix: linvit::relu_quadratic.
 
-On a GPU it is Triton's (kernels.py), on the CPU plain PyTorch over tiles (cpu.py). Both recompute the scores in the backward pass, so memory is linear in the tokens. Sums are in float32, in fixed order: the
-same inputs give the same bits. A bias is read tile by tile, in the shape it has: `(1, heads, N, N)` is shared by all
-images, and fewer images than there are come again in turn.
+On a GPU it is Triton's (kernels.py), on the CPU plain PyTorch over tiles (cpu.py). Both recompute the scores in the
+backward pass, so memory is linear in the tokens. Sums are in float32, in fixed order: the same inputs give the same
+bits. A bias is read tile by tile, in the shape it has: `(1, heads, N, N)` is shared by all images, and fewer images
+than there are come again in turn.
 """
 
 from __future__ import annotations
