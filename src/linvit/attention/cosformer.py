@@ -23,11 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.features import ReLU
 from linvit.attention.grid import TokenGrid
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import LinearAttention, ReLU, RowSum
 from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.normalisers import RowSum
 from linvit.attention.registry import register
 
 

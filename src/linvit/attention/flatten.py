@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import LinearAttention, RowSum
 from linvit.attention.local import GridConv
 from linvit.attention.mechanism import Call, Capabilities, Shape, Size
-from linvit.attention.normalisers import RowSum
 from linvit.attention.qt import KeyPosition
 from linvit.attention.registry import register
 
@@ -62,9 +61,6 @@ class Focused(LinearAttention):
         length = torch.linalg.vector_norm(r, dim=(1, 3), keepdim=True)
         powers = (r / length) ** self.power  # of unit length first: 1e-6 cubed and squared leaves float32's range
         return powers * (length / torch.linalg.vector_norm(powers, dim=(1, 3), keepdim=True))
-
-    def width(self, head_dim: int) -> int:
-        return head_dim
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         _, patches = call.key_grid.split(call.keep(v))
