@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,7 @@ class Implementation:
     attend: Attention
     exact: Attention
     parameters: tuple[Tensor, ...] = ()
-    choosing: Mechanism | None = None  # the mechanism behind it, where that chooses between kernel and reference
+    why_reference: Callable[[Tensor, Tensor, Tensor, Tensor], str | None] = lambda q, k, v, x: None
 
 
 def implementations(
@@ -119,11 +119,10 @@ def implementations(
         if compiled:
             torch._dynamo.reset()
             attend = torch.compile(attend, dynamic=False)
-        choosing = module if module.impl == "auto" else None
-        return Implementation(attend, exact, (*module.parameters(), *learned), choosing)
+        return Implementation(attend, exact, (*module.parameters(), *learned))
 
     return {
-        "ours": lambda: running(ours),
+        "ours": lambda: replace(running(ours), why_reference=partial(_why_reference, ours, shape.grid, bias)),
         "sdpa": lambda: Implementation(partial(_sdpa, bias), partial(_softmax, bias), learned),
         "reference": lambda: running(plain),
         "compiled": lambda: running(plain, compiled=True),
@@ -134,6 +133,12 @@ def _attend(
     mechanism: Mechanism, grid: TokenGrid, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor
 ) -> Tensor:
     return _merge(mechanism(q, k, v, grid, bias=bias, x=x if mechanism.capabilities.input else None))
+
+
+def _why_reference(
+    mechanism: Mechanism, grid: TokenGrid, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor
+) -> str | None:
+    return mechanism.why_reference(q, k, v, grid, bias=bias, x=x if mechanism.capabilities.input else None)
 
 
 def _sdpa(bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
@@ -180,13 +185,13 @@ class Inputs:
         """One pass: the output, and in forward+backward the gradient of the packed projection and of the rest."""
         if which == "forward":
             with torch.no_grad():
-                return (attend(*self._unpacked(self.packed), self.x),)
+                return (attend(*self.unpacked(self.packed), self.x),)
         packed = self.packed.detach().requires_grad_()
-        out = attend(*self._unpacked(packed), self.x)
+        out = attend(*self.unpacked(packed), self.x)
         return (out, *torch.autograd.grad(out, (packed, *parameters), self.gradient, allow_unused=True))
 
     @staticmethod
-    def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
@@ -240,9 +245,9 @@ def measure(
         limits = dict(zip(("output", "gradient"), TOLERANCES[dtype], strict=True))
         if any(not error <= limits[name] for name, error in errors.items()):
             return {"status": "wrong", "errors": {n: min(e, 1e30) for n, e in errors.items()}}
-        reason = why_no_kernel(implementation, inputs)
+        reason = implementation.why_reference(*inputs.unpacked(inputs.packed), inputs.x)
         del inputs
-        row = {"status": "ok", "errors": errors} | ({} if reason is None else {"no_kernel": reason})
+        row = {"status": "ok", "errors": errors} | ({} if reason is None else {"why_reference": reason})
         return row | _time(implementation, shape, which, dtype, device, budget)
     except LinvitError:
         raise
@@ -251,21 +256,6 @@ def measure(
     finally:
         if device.type == "cuda" and torch.cuda.memory_reserved(device) > ROOMY:
             torch.cuda.empty_cache()
-
-
-def why_no_kernel(implementation: Implementation, inputs: Inputs) -> str | None:
-    """Why a mechanism that may choose took no Triton kernel for these tensors; None where it did, or has no choice."""
-    mechanism = implementation.choosing
-    if mechanism is None:
-        return None
-    mechanism.impl = "triton"
-    try:
-        inputs.call(implementation.attend, "forward")
-    except LinvitError as refusal:
-        return str(refusal).partition("; use impl")[0]
-    finally:
-        mechanism.impl = "auto"
-    return None
 
 
 def failure(error: Exception) -> dict[str, Any]:
