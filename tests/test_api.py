@@ -31,12 +31,20 @@ ROOMS = {
         *("mechanism_class", "options_of", "register"),
     },
     "conversion": {
-        *("Choice", "Plan", "Report", "Rule", "as_plan", "convert", "find_hosts", "list_plans", "load"),
-        *("load_weights", "resample_patches", "resample_windows", "save"),
+        *("Choice", "Conversion", "Layer", "Pick", "Plan", "Report", "Rule", "Sensitivity", "as_plan", "convert"),
+        *("droppable", "find_hosts", "list_plans", "load", "load_weights", "measure_sensitivity", "open_model"),
+        *("open_original", "output_similarity", "parse_plan", "resample", "resample_patches", "resample_windows"),
+        *("save", "survey"),
     },
     "models": {"FairPyramid", "list_models"},
     "measurement": {"CONVENTIONS", "Macs", "count_macs", "count_parameters", "measure_macs"},
     "figures": {"check_picture", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
+    "training": {
+        *("BatchSource", "Config", "Engine", "Objective", "Outcome", "Output", "Phase", "Processes", "Stage", "Task"),
+        *("close_process_group", "list_recipes", "make_processes", "override", "recipe"),
+    },
+    "tasks": {"Trained", "evaluate", "train"},
+    "comparison": {"Comparison", "Measure", "compare", "report"},
 }
 LAZY_ROOMS = ("training", "tasks", "comparison", "measurement", "figures", "runtimes", "page", "cli")
 

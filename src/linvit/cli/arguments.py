@@ -24,7 +24,7 @@ PlanTexts = Annotated[
 PlanOptions = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the plan.")]
 Keep = Annotated[int | None, typer.Option("--keep", min=0, help="So many layers stay quadratic (mixa) or as they are.")]
 Drop = Annotated[
-    str, typer.Option("--drop", help="What the conversion may give up, with commas, such as relative_bias.")
+    str, typer.Option("--drop", help="What the conversion gives up, with commas, such as relative_bias.")
 ]
 
 # Models and images.
