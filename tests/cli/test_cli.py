@@ -42,8 +42,8 @@ VERBS = {
         *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
     "compare": {
-        *("what", "--output", "--mode", "--model", "--model-arg", "--candidates", "--data", "--root", "--recipe"),
-        *("--set", "--seeds", "--patch-sizes", "--sizes", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
+        *("what", "--output", "--mode", "--model", "--model-arg", "--plan", "--data", "--root", "--recipe"),
+        *("--set", "--seeds", "--patch-sizes", "--size", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
         *("--only", "--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
     },
     "report": {"stores", "--output", "--md", "--csv", "--json"},

@@ -23,9 +23,7 @@ PlanTexts = Annotated[
 ]
 PlanOptions = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the plan.")]
 Keep = Annotated[int | None, typer.Option("--keep", min=0, help="So many layers stay quadratic (mixa) or as they are.")]
-Drop = Annotated[
-    str, typer.Option("--drop", help="What the conversion gives up, with commas, such as relative_bias.")
-]
+Drop = Annotated[str, typer.Option("--drop", help="What the conversion gives up, with commas, such as relative_bias.")]
 
 # Models and images.
 Size = Annotated[str, typer.Option("--size", metavar="PIXELS", help="Image size, such as 384 or 384x512.")]

@@ -19,11 +19,10 @@ STYLES = {
 LABELS = {"sdpa": "softmax (SDPA)", "reference": "reference, eager", "compiled": "reference, compiled"}
 
 
-def plot_op(result: dict[str, Any], path: Path, *, batch: int | None = None) -> None:
+def plot_op(result: dict[str, Any], path: Path) -> None:
     """Draw the batch, heads and head dim measured at the most token counts (the largest of them where several tie)."""
-    lines = [line for line in compare_op(result) if batch in (None, line["shape"].batch)]
     series: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
-    for line in lines:
+    for line in compare_op(result):
         shape = line["shape"]
         series.setdefault((shape.batch, shape.heads, shape.head_dim), []).append(line)
     if not series:
