@@ -7,6 +7,7 @@ as queries.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from timm.layers import Attention2d, MultiQueryAttention2d
@@ -61,8 +62,7 @@ class MultiQueryHost(Host, MultiQueryAttention2d):
     def give_up(cls, module: Any, feature: str) -> None:
         if feature == "pooling":
             for name in ("query", "key", "value", "output"):
-                part = getattr(module, name)
-                setattr(module, name, without(part, POOLING))
+                setattr(module, name, without_pooling(getattr(module, name)))
             module.has_query_strides, module.query_strides, module.kv_stride = False, (1, 1), 1
 
     @staticmethod
@@ -80,10 +80,8 @@ class MultiQueryHost(Host, MultiQueryAttention2d):
         return out if self.has_query_strides else after_projection(self.mechanism, out, q)
 
 
-def without(part: nn.Module, names: tuple[str, ...]) -> nn.Sequential:
-    """A sequence of the same modules, but for those of these names."""
-    rest = nn.Sequential()
-    for name, module in part.named_children():
-        if name not in names:
-            rest.add_module(name, module)
-    return rest.train(part.training)
+def without_pooling(part: nn.Module) -> nn.Sequential:
+    """A sequence of the same modules, under the same names, but for those that pool."""
+    rest = nn.Sequential(OrderedDict((name, m) for name, m in part.named_children() if name not in POOLING))
+    rest.training = part.training
+    return rest
