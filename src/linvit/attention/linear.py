@@ -242,20 +242,22 @@ class LinearAttention(Mechanism):
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         fusion = unserved(q, k, v) or self.fusion(q, k, call)
-        why = fusion
-        if isinstance(fusion, Fusion):
-            # Features computed outside come in float32, and float16 has too small a range for them.
-            dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
-            q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
-            why = kernel.why_not(q_, k_, v_, fusion.formula)
-            if why is None:
-                self.learn(q, k, v, call, fusion)
-                out = kernel.op(q_, k_, v_, call.mask, fusion.constant, fusion.formula)
-                if call.mask is not None:
-                    out = out * self.normaliser.under_mask(call, q.shape[-1])
-                return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)
-        out = None if self.impl == "triton" else self.by_map(q, k, v, call)
-        return why if out is None else out
+        out = fusion if isinstance(fusion, str) else self.by_kernel(q, k, v, call, fusion)
+        mapped = self.by_map(q, k, v, call) if isinstance(out, str) and self.impl != "triton" else None
+        return out if mapped is None else mapped
+
+    def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> Tensor | str:
+        # Features computed outside come in float32, and float16 has too small a range for them.
+        dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
+        q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
+        why = kernel.why_not(q_, k_, v_, fusion.formula)
+        if why is not None:
+            return why
+        self.learn(q, k, v, call, fusion)
+        out = kernel.op(q_, k_, v_, call.mask, fusion.constant, fusion.formula)
+        if call.mask is not None:
+            out = out * self.normaliser.under_mask(call, q.shape[-1])
+        return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)
 
     def by_map(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         """The products in the other order, where that is cheaper: with few tokens the N×N map is small."""
