@@ -99,12 +99,16 @@ class RowSum(Normaliser):
     """1 / (phi(q) · Σ phi(k) + eps): every row of the implied map sums to one. A row without a match goes to zero."""
 
     eps: float = 1e-6
+    clamp: bool = False  # the sum is at least eps, to which nothing is added: rows sum to exactly one
+    per_key: bool = False  # eps stands beside the mean over keys, not beside their sum
 
     def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor:
-        return 1 / (phi_q @ phi_k.sum(-2).unsqueeze(-1) + self.eps)
+        total, eps = phi_q @ phi_k.sum(-2).unsqueeze(-1), self.eps * call.keys if self.per_key else self.eps
+        return 1 / (total.clamp_min(eps) if self.clamp else total + eps)
 
     def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
-        return {"row_sum": True, "eps": self.eps}
+        eps = self.eps * keys if self.per_key else self.eps  # masked keys count too, a part in a million
+        return {"row_sum": True, "clamp": self.clamp, "eps": eps}
 
     def macs_per_query(self, width: int) -> int:
         return width
