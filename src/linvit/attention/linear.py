@@ -99,12 +99,16 @@ class RowSum(Normaliser):
     """1 / (phi(q) · Σ phi(k) + eps): every row of the implied map sums to one. A row without a match goes to zero."""
 
     eps: float = 1e-6
+    clamp: bool = False  # the sum is at least eps, to which nothing is added: rows sum to exactly one
+    per_key: bool = False  # eps stands beside the mean over keys, not beside their sum
 
     def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor:
-        return 1 / (phi_q @ phi_k.sum(-2).unsqueeze(-1) + self.eps)
+        total, eps = phi_q @ phi_k.sum(-2).unsqueeze(-1), self.eps * call.keys if self.per_key else self.eps
+        return 1 / (total.clamp_min(eps) if self.clamp else total + eps)
 
     def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
-        return {"row_sum": True, "eps": self.eps}
+        eps = self.eps * keys if self.per_key else self.eps  # masked keys count too, a part in a million
+        return {"row_sum": True, "clamp": self.clamp, "eps": eps}
 
     def macs_per_query(self, width: int) -> int:
         return width
@@ -242,20 +246,22 @@ class LinearAttention(Mechanism):
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         fusion = unserved(q, k, v) or self.fusion(q, k, call)
-        why = fusion
-        if isinstance(fusion, Fusion):
-            # Features computed outside come in float32, and float16 has too small a range for them.
-            dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
-            q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
-            why = kernel.why_not(q_, k_, v_, fusion.formula)
-            if why is None:
-                self.learn(q, k, v, call, fusion)
-                out = kernel.op(q_, k_, v_, call.mask, fusion.constant, fusion.formula)
-                if call.mask is not None:
-                    out = out * self.normaliser.under_mask(call, q.shape[-1])
-                return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)
-        out = None if self.impl == "triton" else self.by_map(q, k, v, call)
-        return why if out is None else out
+        out = fusion if isinstance(fusion, str) else self.by_kernel(q, k, v, call, fusion)
+        mapped = self.by_map(q, k, v, call) if isinstance(out, str) and self.impl != "triton" else None
+        return out if mapped is None else mapped
+
+    def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> Tensor | str:
+        # Features computed outside come in float32, and float16 has too small a range for them.
+        dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
+        q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
+        why = kernel.why_not(q_, k_, v_, fusion.formula)
+        if why is not None:
+            return why
+        self.learn(q, k, v, call, fusion)
+        out = kernel.op(q_, k_, v_, call.mask, fusion.constant, fusion.formula)
+        if call.mask is not None:
+            out = out * self.normaliser.under_mask(call, q.shape[-1])
+        return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)
 
     def by_map(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         """The products in the other order, where that is cheaper: with few tokens the N×N map is small."""

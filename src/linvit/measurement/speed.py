@@ -187,8 +187,11 @@ class Inputs:
             with torch.no_grad():
                 return (attend(*self.unpacked(self.packed), self.x),)
         packed = self.packed.detach().requires_grad_()
+        for parameter in parameters:
+            parameter.grad = None
         out = attend(*self.unpacked(packed), self.x)
-        return (out, *torch.autograd.grad(out, (packed, *parameters), self.gradient, allow_unused=True))
+        out.backward(self.gradient)  # as in training; `autograd.grad` would have the views' gradients stacked
+        return (out, *(leaf.grad for leaf in (packed, *parameters) if leaf.grad is not None))
 
     @staticmethod
     def unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
