@@ -18,7 +18,8 @@ def example(tmp_path: Path) -> dict[str, str]:
     """The example as a module; the environment in which Python finds it."""
     (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "contributed.py").write_text(source, encoding="utf-8")
-    return {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def test_the_example_passes_the_registry_wide_tests(example: dict[str, str]) -> None:

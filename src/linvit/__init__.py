@@ -1,25 +1,79 @@
 """linvit makes the attention of vision transformers linear, and shows honestly what that buys.
 
-Importing it registers the papers' models with timm.
+Everything public is here or one level below, in `linvit.attention`, `linvit.conversion` and the other rooms. Importing
+linvit registers the papers' models with timm. What trains and compares is imported when it is first asked for, so that
+this costs little more than importing timm.
 """
 
-from linvit.attention import TokenGrid, create_attention, list_mechanisms
-from linvit.conversion import convert, load, load_weights, resample_patches, resample_windows, save
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from linvit.attention import Capabilities, Mechanism, TokenGrid, create_attention, list_mechanisms, register
+from linvit.conversion import (
+    Choice,
+    Plan,
+    Rule,
+    convert,
+    list_plans,
+    load,
+    load_weights,
+    resample_patches,
+    resample_windows,
+    save,
+)
 from linvit.errors import LinvitError
 from linvit.models import list_models
 from linvit.version import __version__
 
+if TYPE_CHECKING:
+    from linvit.comparison import compare, report
+    from linvit.tasks import evaluate, train
+    from linvit.training import list_recipes, recipe
+
 __all__ = [
+    "Capabilities",
+    "Choice",
     "LinvitError",
+    "Mechanism",
+    "Plan",
+    "Rule",
     "TokenGrid",
     "__version__",
+    "compare",
     "convert",
     "create_attention",
+    "evaluate",
     "list_mechanisms",
     "list_models",
+    "list_plans",
+    "list_recipes",
     "load",
     "load_weights",
+    "recipe",
+    "register",
+    "report",
     "resample_patches",
     "resample_windows",
     "save",
+    "train",
 ]
+
+LAZY = {
+    "compare": "linvit.comparison",
+    "evaluate": "linvit.tasks",
+    "list_recipes": "linvit.training",
+    "recipe": "linvit.training",
+    "report": "linvit.comparison",
+    "train": "linvit.tasks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a function that needs much when it is first asked for."""
+    if name not in LAZY:
+        raise AttributeError(f"module 'linvit' has no attribute '{name}'")
+    return getattr(import_module(LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -27,10 +27,12 @@ def test_op_writes_a_result_and_prints_a_table(linvit: Callable[..., Outcome], t
     outcome = linvit("bench", "op", "-m", "stella", *asked)
     assert outcome.code == 0, outcome.err
     assert "1, 2, 8, 49" in outcome.out and "forward+backward" in outcome.out and "×" in outcome.out
+    assert "rows of ours were measured on the plain reference: the tensors are on cpu" in outcome.out
     result = json.loads(path.read_text())
     assert result["kind"] == "bench op" and result["complete"] and result["bandwidth"] == 1e10
     assert result["floor_elements"] == {"forward": 4, "forward+backward": 11}
     assert len(result["rows"]) == 2 * 2 * 2 and all(r["status"] == "ok" for r in result["rows"])
+    assert [r["implementation"] for r in result["rows"] if "why_reference" in r] == ["ours"] * 4
     assert {"hardware", "torch", "triton", "commit", "source", "command", "time"} <= result["environment"].keys()
     assert picture.stat().st_size > 10_000
     again = linvit("bench", "op", "--from", str(path), "--json")
@@ -68,6 +70,7 @@ def test_op_with_a_red_check(linvit: Callable[..., Outcome], tmp_path: Path, mon
         (["--device", "tpu"], "unknown device"),
         (["--from", "nowhere.json"], "cannot read"),
         (["--option", "eps"], "name=value"),
+        (["--plot", "speed.gif"], "unknown picture format"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -80,14 +83,14 @@ def test_mistakes_are_one_line(
 
 
 def test_model(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def convert(model, to, **options):
+    def convert(model, plan, **options):
         for block in model.blocks:
             block.attn.fused_attn = False
-        return to
+        return plan
 
-    monkeypatch.setattr("linvit.convert", convert, raising=False)
+    monkeypatch.setattr("linvit.conversion.convert", convert)
     path = tmp_path / "model.json"
-    asked = ["test_vit", "--resolution", "32,64", "--batch", "2", "--modes", "eager", "--budget", "0.01"]
+    asked = ["test_vit", "--size", "32,64", "--batch", "2", "--modes", "eager", "--budget", "0.01"]
     outcome = linvit("bench", "model", *asked, "--device", "cpu", "-o", str(path))
     assert outcome.code == 0, outcome.err
     result = json.loads(path.read_text())
@@ -104,15 +107,15 @@ def test_model(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pyte
 def test_a_wrong_model_costs_the_other_nothing(
     linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def convert(model, to, **options):
+    def convert(model, plan, **options):
         model.blocks[0].register_forward_hook(
             lambda module, args, out: out.abs() if out.dtype == torch.float32 else out
         )
-        return to
+        return plan
 
-    monkeypatch.setattr("linvit.convert", convert, raising=False)
+    monkeypatch.setattr("linvit.conversion.convert", convert)
     path = tmp_path / "model.json"
-    asked = ["test_vit", "--resolution", "32", "--batch", "2", "--modes", "eager", "--passes", "inference"]
+    asked = ["test_vit", "--size", "32", "--batch", "2", "--modes", "eager", "--passes", "inference"]
     asked += ["--budget", "0.01", "--device", "cpu", "-o", str(path)]
     assert linvit("bench", "model", *asked).code == 1
     softmax, converted = json.loads(path.read_text())["rows"]
@@ -120,16 +123,26 @@ def test_a_wrong_model_costs_the_other_nothing(
     assert converted["status"] == "wrong" and "images_per_second" not in converted
 
 
+def test_an_image_need_not_be_square(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    asked = ["bench", "model", "test_vit", "--plan=mixa", "--keep=1", "--size=32x64", "--batch=2", "--modes=eager"]
+    asked += ["--passes=inference", "--budget=0.01", "--device=cpu", "--json"]
+    outcome = linvit(*asked, "-o", str(tmp_path / "model.json"))
+    assert [(row["resolution"], row["status"]) for row in outcome.json["rows"]] == [("32x64", "ok")] * 2
+    assert outcome.json["to"] == "mixa" and outcome.json["options"] == {"keep": 1}
+    rows = linvit(*asked, "--resume", str(tmp_path / "model.json")).json["rows"]
+    assert rows == outcome.json["rows"]
+
+
 def test_compiled_training(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
-    asked = ["test_vit", "--resolution", "32", "--batch", "2", "--budget", "0.01", "--passes", "training"]
+    asked = ["test_vit", "--size", "32", "--batch", "2", "--budget", "0.01", "--passes", "training"]
     asked += ["--modes", "compiled", "--device", "cpu", "--json", "-o", str(tmp_path / "model.json")]
     outcome = linvit("bench", "model", *asked)
     assert [row["status"] for row in outcome.json["rows"]] == ["ok", "ok"], outcome.json
 
 
 def test_a_cuda_graph_needs_a_cuda_device(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
-    asked = ["test_vit", "--resolution", "32", "--modes", "graph", "--device", "cpu"]
+    asked = ["test_vit", "--size", "32", "--modes", "graph", "--device", "cpu"]
     asked += ["-o", str(tmp_path / "model.json")]
     outcome = linvit("bench", "model", *asked)
     assert outcome.code == 2 and "needs a CUDA device" in outcome.err
@@ -148,16 +161,29 @@ def test_scaling(linvit: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
     assert outcome.code == 2 and "not a mechanism that is declared linear" in outcome.err
 
 
-def test_a_committed_model_result_is_shown_without_naming_the_model(linvit: Callable[..., Outcome]) -> None:
-    file = Path(__file__).parents[2] / "benchmarks" / "results" / "model-deit_small-stella-h200.json"
-    outcome = linvit("bench", "model", "--from", str(file))
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    "file", sorted(RESULTS.glob("op-*.json")) + sorted(RESULTS.glob("model-*.json")), ids=lambda path: path.stem
+)
+def test_committed_results_are_shown(linvit: Callable[..., Outcome], file: Path) -> None:
+    kind = file.name.partition("-")[0]
+    outcome = linvit("bench", kind, "--from", str(file))
+    result = json.loads(file.read_text())
+    assert outcome.code == 0 and result["environment"]["hardware"] in outcome.out
+    assert len(outcome.out.splitlines()) > 3
+
+
+def test_a_model_is_named_or_a_result_shown(linvit: Callable[..., Outcome]) -> None:
+    outcome = linvit("bench", "model", "--from", str(RESULTS / "model-deit_small-stella-h200.json"))
     assert outcome.code == 0 and "deit_small_patch16_224 to stella in bf16 on NVIDIA H200" in outcome.out
     nameless = linvit("bench", "model")
     assert nameless.code == 2 and "give a timm model" in nameless.err
 
 
 def test_what_a_conversion_gives_up_and_the_models_arguments(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
-    asked = ["swin_tiny_patch4_window7_224", "--to", "stella", "--resolution", "32", "--batch", "1", "--modes", "eager"]
+    asked = ["swin_tiny_patch4_window7_224", "--plan", "stella", "--size", "32", "--batch", "1", "--modes", "eager"]
     asked += ["--model-arg=embed_dim=12", "--model-arg=window_size=4", "--passes=inference", "--budget=0.01"]
     refused = linvit("bench", "model", *asked, "--device=cpu", "-o", str(tmp_path / "refused.json"))
     assert refused.code == 2 and "relative_bias" in refused.err and not list(tmp_path.iterdir())

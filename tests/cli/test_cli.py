@@ -18,8 +18,19 @@ VERBS = {
     "tables": {"name", "--check", "--json"},
     "theory": {"--samples", "--seed", "--plot", "--json"},
     "convert": {
-        *("model", "--to", "--output", "--keep", "--where", "--calibrate", "--plot", "--layers", "--drop", "--option"),
-        *("--input-size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
+        *(
+            "model",
+            "--plan",
+            "--output",
+            "--keep",
+            "--where",
+            "--calibrate",
+            "--plot",
+            "--layers",
+            "--drop",
+            "--option",
+        ),
+        *("--size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
         *("--survey", "--json"),
     },
     "train": {
@@ -31,8 +42,8 @@ VERBS = {
         *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
     "compare": {
-        *("what", "--output", "--mode", "--model", "--model-arg", "--candidates", "--data", "--root", "--recipe"),
-        *("--set", "--seeds", "--patch-sizes", "--sizes", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
+        *("what", "--output", "--mode", "--model", "--model-arg", "--plan", "--data", "--root", "--recipe"),
+        *("--set", "--seeds", "--patch-sizes", "--size", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
         *("--only", "--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
     },
     "report": {"stores", "--output", "--md", "--csv", "--json"},
@@ -41,19 +52,8 @@ VERBS = {
         *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
     },
     "bench model": {
-        *(
-            "name",
-            "--to",
-            "--keep",
-            "--drop",
-            "--model-arg",
-            "--resolution",
-            "--batch",
-            "--passes",
-            "--modes",
-            "--dtype",
-            "--device",
-        ),
+        *("name", "--plan", "--option", "--keep", "--drop", "--model-arg", "--size", "--batch", "--passes", "--modes"),
+        *("--dtype", "--device"),
         *("--budget", "--output", "--resume", "--from", "--json"),
     },
     "bench training": {
@@ -86,6 +86,16 @@ def test_verbs_and_options_are_frozen() -> None:
     for name, command in commands():
         found[name] = {p.opts[0] for p in command.params}
     assert found == VERBS
+
+
+@every
+def test_one_word_for_one_thing(verb: str) -> None:
+    """A plan is --plan and an image size --size on every verb, with no second name for either."""
+    (command,) = (found for name, found in commands() if name == verb)
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert not options & {"--to", "--candidates", "--plans", "--input-size", "--resolution", "--resolutions", "--sizes"}
+    if {"--option", "--keep", "--drop"} & options and "--mechanism" not in options:
+        assert "--plan" in options
 
 
 @every

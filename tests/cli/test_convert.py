@@ -15,10 +15,9 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 import linvit as library
-from linvit.cli.convert import FEATURES
-from linvit.comparison.building import droppable
-from linvit.conversion import as_plan
+from linvit.conversion import as_plan, droppable, surveying
 from linvit.conversion.calibration import calibration_images
+from linvit.conversion.host import FEATURES
 from linvit.conversion.sensitivity import output_similarity
 from tests.cli.conftest import Outcome
 from tests.conversion.families import FAMILIES
@@ -39,7 +38,7 @@ def mechanisms(outcome: Outcome) -> list[str]:
 
 def test_report_and_folder(linvit: Run, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    outcome = linvit("convert", DEIT, "--to", "mixa", "--keep", "1", "-o", str(folder), *SMALL)
+    outcome = linvit("convert", DEIT, "--plan", "mixa", "--keep", "1", "-o", str(folder), *SMALL)
     assert outcome.code == 0, outcome.err
     assert "plan mixa: 3 of 3 layers changed, 0 new parameters" in outcome.out
     assert "blocks.0.attn" in outcome.out and "relu_quadratic" in outcome.out and "linvit.load(" in outcome.out
@@ -51,17 +50,18 @@ def test_layers_to_keep(linvit: Run, tmp_path: Path) -> None:
     def run(*args: str) -> list[str]:
         return mechanisms(linvit("convert", DEIT, "-o", str(tmp_path), "--json", *args, *SMALL))
 
-    assert run("--to", "mixa", "--layers", "0,2") == ["relu_quadratic", "stella", "relu_quadratic"]
-    assert run("--to", "mixa", "--keep", "1", "--where", "last") == ["stella", "stella", "relu_quadratic"]
-    assert run("--to", "stella", "--layers", "1") == ["stella", "softmax", "stella"]
-    assert run("--to", "sima", "--keep", "2") == ["softmax", "softmax", "sima"]
+    assert run("--plan", "mixa", "--layers", "0,2") == ["relu_quadratic", "stella", "relu_quadratic"]
+    assert run("--plan", "mixa", "--keep", "1", "--where", "last") == ["stella", "stella", "relu_quadratic"]
+    assert run("--plan", "mixa:keep=1,where=last") == ["stella", "stella", "relu_quadratic"]
+    assert run("--plan", "stella", "--layers", "1") == ["stella", "softmax", "stella"]
+    assert run("--plan", "sima", "--keep", "2") == ["softmax", "softmax", "sima"]
 
 
 def test_options_and_plan_files(linvit: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(as_plan("castling", kernel_size=5).to_dict()))
     outputs = []
-    for args in (("--to", "castling", "--option", "kernel_size=5"), ("--to", str(plan))):
+    for args in (("--plan", "castling", "--option", "kernel_size=5"), ("--plan", str(plan))):
         outcome = linvit("convert", DEIT, *args, "-o", str(tmp_path / "out"), "--json", *SMALL)
         assert outcome.code == 0, outcome.err
         outputs.append({**outcome.json})
@@ -69,13 +69,13 @@ def test_options_and_plan_files(linvit: Run, tmp_path: Path) -> None:
 
 
 def test_sizes_and_dropped_features(linvit: Run, tmp_path: Path) -> None:
-    sizes = ("--patch-size", "14", "--input-size", "112x140")
-    outcome = linvit("convert", DEIT, "--to", "qt", *sizes, "-o", str(tmp_path / "vit"), "--json", *SMALL)
+    sizes = ("--patch-size", "14", "--size", "112x140")
+    outcome = linvit("convert", DEIT, "--plan", "qt", *sizes, "-o", str(tmp_path / "vit"), "--json", *SMALL)
     assert outcome.code == 0, outcome.err
     vit = library.load(tmp_path / "vit")
     assert vit.patch_embed.grid_size == (8, 10) and vit(torch.randn(1, 3, 112, 140)).isfinite().all()
     assert vit.blocks[0].attn.mechanism.position.table.shape[-2:] == (8, 10)
-    command = ("convert", SWIN, "--to", "stella", "--window-size", "14", "-o", str(tmp_path / "swin"), *SMALL_SWIN)
+    command = ("convert", SWIN, "--plan", "stella", "--window-size", "14", "-o", str(tmp_path / "swin"), *SMALL_SWIN)
     outcome = linvit(*command)
     assert outcome.code == 2 and "--drop relative_bias,shift_mask gives up" in outcome.err
     assert not (tmp_path / "swin").exists()
@@ -92,9 +92,11 @@ def test_drop_knows_what_every_host_asks_for() -> None:
     assert asked == {*FEATURES}
 
 
-def test_drop_may_name_what_the_model_has_not(linvit: Run, tmp_path: Path) -> None:
-    command = ("convert", DEIT, "--to", "stella", "--drop", " rotary, pooling,", "-o", str(tmp_path), "--json", *SMALL)
-    assert mechanisms(linvit(*command)) == ["stella"] * 3
+def test_drop_names_what_the_model_has_not(linvit: Run, tmp_path: Path) -> None:
+    command = ("convert", DEIT, "--plan=stella", "--drop", " rotary, pooling,", "-o", str(tmp_path), "--json", *SMALL)
+    outcome = linvit(*command)
+    assert outcome.code == 2 and "drop names rotary, which no layer of this VisionTransformer has" in outcome.err
+    assert outcome.err.count("\n") == 1
 
 
 def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
@@ -102,10 +104,10 @@ def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
     safetensors.torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
     arguments = SMALL[1:]
     first, second = str(tmp_path / "one"), str(tmp_path / "two")
-    command = ("convert", DEIT, "--to", "stella", "--checkpoint", str(tmp_path / "w.safetensors"), "-o", first)
+    command = ("convert", DEIT, "--plan", "stella", "--checkpoint", str(tmp_path / "w.safetensors"), "-o", first)
     assert linvit(*command, *arguments).code == 0
-    assert linvit("convert", first, "--to", "softmax", "-o", second).code == 0
-    refused = linvit("convert", first, "--to", "softmax", "-o", second, "--model-arg", "depth=2")
+    assert linvit("convert", first, "--plan", "softmax", "-o", second).code == 0
+    refused = linvit("convert", first, "--plan", "softmax", "-o", second, "--model-arg", "depth=2")
     assert refused.code == 2 and "is a saved model, which is built as it was: leave out --model-arg" in refused.err
     image = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
@@ -116,31 +118,33 @@ def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
     "args, message",
     [
         ((), "give a MODEL"),
-        ((DEIT,), "give --to PLAN"),
-        ((DEIT, "--to", "mixa"), "give -o DIR"),
-        (("deit_tny_patch16_224", "--to", "mixa", "-o", "x"), "did you mean deit_tiny_patch16_224"),
-        (("runs/nope/best", "--to", "mixa", "-o", "x"), "error: model 'runs/nope/best': there is no such folder"),
-        (("zzz", "--to", "mixa", "-o", "x"), "more"),
-        ((DEIT, "--to", "mixe", "-o", "x"), "did you mean mixa"),
-        ((DEIT, "--to", "mixa", "--keep", "4", "-o", "x"), "cannot keep 4 layers: the model has 3"),
-        ((DEIT, "--to", "mixa", "--keep", "4", "--layers", "1", "-o", "x"), "give one of the two"),
-        ((DEIT, "--to", "mixa", "--layers", "1;2", "-o", "x"), "whole numbers with commas"),
-        ((DEIT, "--to", "mixa", "--keep", "1", "--where", "middle", "-o", "x"), "unknown place for layers"),
-        ((DEIT, "--to", "mixa", "--where", "last", "-o", "x"), "--where places the layers that --keep counts"),
-        ((DEIT, "--to", "mixa", "--where", "first", "--layers", "1", "-o", "x"), "give --keep too"),
-        ((DEIT, "--to", "mixa", "--keep", "1", "--option", "keep=2", "-o", "x"), "layers to keep are given twice"),
-        ((DEIT, "--to", "mixa", "--layers", "1", "--option", "where=last", "-o", "x"), "are given twice"),
-        ((DEIT, "--to", "efficient", "--drop", "nosuch", "-o", "x"), "'nosuch': give some of relative_bias, shift_"),
-        ((DEIT, "--to", "mixa", "--drop", "rotary,relativ_bias", "-o", "x"), "nothing is called 'relativ_bias'"),
-        ((DEIT, "--to", "stella", "--option", "eps", "-o", "x"), "expected --option name=value"),
-        ((DEIT, "--to", "stella", "--input-size", "22a", "-o", "x"), "such as 224 or 224x320"),
-        ((DEIT, "--to", "stella", "--patch-size", "15", "-o", "x"), "cannot be cut into patches of 15"),
-        ((DEIT, "--to", "stella", "--window-size", "14", "-o", "x"), "no windows"),
-        ((DEIT, "--to", "none.json", "-o", "x"), "none.json is no plan"),
-        ((DEIT, "--to", "stella", "--checkpoint", "none.pth", "-o", "x"), "there is no checkpoint none.pth"),
-        ((DEIT, "--to", "stella", "--model-arg", "depht=2", "-o", "x"), "cannot be built with"),
-        (("resnet18", "--to", "stella", "--no-pretrained", "-o", "x"), "no attention that linvit can swap"),
-        (("qtvit_1", "--to", "stella", "--pretrained", "-o", "x"), "no weights are published for qtvit_1"),
+        ((DEIT,), "give --plan PLAN"),
+        ((DEIT, "--plan", "mixa"), "give -o DIR"),
+        (("deit_tny_patch16_224", "--plan", "mixa", "-o", "x"), "did you mean deit_tiny_patch16_224"),
+        (("runs/nope/best", "--plan", "mixa", "-o", "x"), "error: model 'runs/nope/best': there is no such folder"),
+        (("zzz", "--plan", "mixa", "-o", "x"), "more"),
+        ((DEIT, "--plan", "mixe", "-o", "x"), "did you mean mixa"),
+        ((DEIT, "--plan", "mixa", "--keep", "4", "-o", "x"), "cannot keep 4 layers: the model has 3"),
+        ((DEIT, "--plan", "mixa", "--keep", "4", "--layers", "1", "-o", "x"), "give one of the two"),
+        ((DEIT, "--plan", "mixa", "--layers", "1;2", "-o", "x"), "whole numbers with commas"),
+        ((DEIT, "--plan", "mixa", "--keep", "1", "--where", "middle", "-o", "x"), "unknown place for layers"),
+        ((DEIT, "--plan", "mixa", "--where", "last", "-o", "x"), "--where places the layers that --keep counts"),
+        ((DEIT, "--plan", "mixa", "--where", "first", "--layers", "1", "-o", "x"), "give --keep too"),
+        ((DEIT, "--plan", "mixa", "--keep", "1", "--option", "keep=2", "-o", "x"), "layers to keep are given twice"),
+        ((DEIT, "--plan", "mixa:keep=2", "--keep", "1", "-o", "x"), "layers to keep are given twice"),
+        ((DEIT, "--plan", "mixa:keep=2", "--option", "keep=1", "-o", "x"), "keep of plan mixa is given twice"),
+        ((DEIT, "--plan", "mixa", "--layers", "1", "--option", "where=last", "-o", "x"), "are given twice"),
+        ((DEIT, "--plan", "efficient", "--drop", "nosuch", "-o", "x"), "'nosuch': give some of relative_bias, shift_"),
+        ((DEIT, "--plan", "mixa", "--drop", "rotary,relativ_bias", "-o", "x"), "nothing is called 'relativ_bias'"),
+        ((DEIT, "--plan", "stella", "--option", "eps", "-o", "x"), "expected --option name=value"),
+        ((DEIT, "--plan", "stella", "--size", "22a", "-o", "x"), "such as 224 or 224x320"),
+        ((DEIT, "--plan", "stella", "--patch-size", "15", "-o", "x"), "cannot be cut into patches of 15"),
+        ((DEIT, "--plan", "stella", "--window-size", "14", "-o", "x"), "no windows"),
+        ((DEIT, "--plan", "none.json", "-o", "x"), "cannot read the plan none.json"),
+        ((DEIT, "--plan", "stella", "--checkpoint", "none.pth", "-o", "x"), "there is no checkpoint none.pth"),
+        ((DEIT, "--plan", "stella", "--model-arg", "depht=2", "-o", "x"), "cannot be built with"),
+        (("resnet18", "--plan", "stella", "--no-pretrained", "-o", "x"), "no attention that linvit can swap"),
+        (("qtvit_1", "--plan", "stella", "--pretrained", "-o", "x"), "no weights are published for qtvit_1"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -158,16 +162,14 @@ def test_hub_out_of_reach(linvit: Run, tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError("We couldn't connect to the hub\nmore\nlines")
 
     monkeypatch.setattr(timm, "create_model", unreachable)
-    outcome = linvit("convert", DEIT, "--to", "stella", "-o", str(tmp_path / "x"))
+    outcome = linvit("convert", DEIT, "--plan", "stella", "-o", str(tmp_path / "x"))
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert "We couldn't connect to the hub); give --checkpoint FILE or --no-pretrained" in outcome.err
 
 
 def test_survey(linvit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from linvit.conversion import survey
-
     names = ["deit", "levit"]
-    monkeypatch.setattr(survey, "families", lambda: names)
+    monkeypatch.setattr(surveying, "families", lambda: names)
     rows = linvit("convert", "--survey", "--json").json
     assert [row["family"] for row in rows] == names
     assert set(rows[0]) == {"family", "example", "status", "reason"} and rows[0]["status"] == "converted"
@@ -180,7 +182,18 @@ def test_calibration_says_which_layers_it_kept(linvit: Run, tmp_path: Path) -> N
     photos.mkdir()
     for name in ("china.jpg", "flower.jpg"):
         Image.fromarray(load_sample_image(name)).save(photos / name)
-    args = ("--to", "mixa", "--keep", "1", "--calibrate", str(photos), "--plot", str(bars), "-o", str(tmp_path / "out"))
+    args = (
+        "--plan",
+        "mixa",
+        "--keep",
+        "1",
+        "--calibrate",
+        str(photos),
+        "--plot",
+        str(bars),
+        "-o",
+        str(tmp_path / "out"),
+    )
     outcome = linvit("convert", DEIT, *args, "--json", *SMALL)
     names = mechanisms(outcome)
     measured = [layer["index"] for layer in outcome.json["sensitivity"]["layers"] if layer["kept"]]
@@ -197,7 +210,7 @@ def test_calibration_keeps_the_options_of_the_plan(linvit: Run, tmp_path: Path) 
         Image.fromarray(load_sample_image(name)).save(photos / name)
     original = timm.create_model(DEIT, depth=3, embed_dim=48, num_classes=7).eval()
     safetensors.torch.save_file(original.state_dict(), weights)
-    args = ("--to=mixa", "--keep=1", "--option=local=3", f"--calibrate={photos}", f"--checkpoint={weights}")
+    args = ("--plan=mixa", "--keep=1", "--option=local=3", f"--calibrate={photos}", f"--checkpoint={weights}")
     outcome = linvit("convert", DEIT, *args, "-o", str(tmp_path / "out"), "--json", *SMALL[1:])
     assert sorted(mechanisms(outcome)) == ["relu_quadratic(local=3)", "stella(local=3)", "stella(local=3)"]
     assert outcome.json["new_parameters"] > 0
@@ -216,7 +229,7 @@ def test_calibration_names_a_file_that_breaks_off(linvit: Run, tmp_path: Path) -
         Image.fromarray(load_sample_image(name)).save(photos / name)
     whole = (photos / "flower.jpg").read_bytes()
     (photos / "flower.jpg").write_bytes(whole[: len(whole) // 2])
-    args = ("--to", "mixa", "--keep", "1", "--calibrate", str(photos), "-o", str(tmp_path / "out"))
+    args = ("--plan", "mixa", "--keep", "1", "--calibrate", str(photos), "-o", str(tmp_path / "out"))
     outcome = linvit("convert", DEIT, *args, *SMALL)
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and not (tmp_path / "out").exists()
     assert f"cannot read image {photos / 'flower.jpg'}: " in outcome.err
@@ -225,12 +238,12 @@ def test_calibration_names_a_file_that_breaks_off(linvit: Run, tmp_path: Path) -
 @pytest.mark.parametrize(
     "args, message",
     [
-        (("--to", "stella", "--calibrate", "."), "--calibrate measures which layers mixa keeps"),
-        (("--to", "mixa", "--plot", "bars.png"), "--plot draws what --calibrate measures"),
-        (("--to", "mixa", "--calibrate", ".", "--keep", "1", "--where", "last"), "say how many with --keep, and not"),
-        (("--to", "mixa", "--calibrate", ".", "--option", "keep=1"), "say how many with --keep"),
-        (("--to", "mixa", "--calibrate", ".", "--keep", "1", "--option", "lokal=3"), "unexpected keyword argument"),
-        (("--to", "mixa", "--calibrate", "nowhere"), "nowhere is no folder of images"),
+        (("--plan", "stella", "--calibrate", "."), "--calibrate measures which layers mixa keeps"),
+        (("--plan", "mixa", "--plot", "bars.png"), "--plot draws what --calibrate measures"),
+        (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--where", "last"), "say how many with --keep, and not"),
+        (("--plan", "mixa", "--calibrate", ".", "--option", "keep=1"), "say how many with --keep"),
+        (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--option", "lokal=3"), "unexpected keyword argument"),
+        (("--plan", "mixa", "--calibrate", "nowhere"), "nowhere is no folder of images"),
     ],
 )
 def test_calibration_mistakes(linvit: Run, tmp_path: Path, args: tuple[str, ...], message: str) -> None:

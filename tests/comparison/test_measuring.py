@@ -154,6 +154,6 @@ def test_devices() -> None:
 
 def test_calls_are_timed_by_turns() -> None:
     turns: list[str] = []
-    found = clock.by_turns([lambda: turns.append("a"), lambda: turns.append("b")], CPU, alone=True, budget=0.001)
+    found = clock.by_turns([lambda: turns.append("a"), lambda: turns.append("b")], CPU, latency=True, budget=0.001)
     assert "".join(turns) == "ab" * (len(turns) // 2) and len(found) == 2
     assert found[0].repeats == found[1].repeats == len(turns) // 2 - 1 >= 3

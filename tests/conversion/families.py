@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import timm
@@ -15,7 +15,15 @@ from timm.models.mobilenetv3 import MobileNetV3
 from timm.models.nest import NestLevel
 from torch import nn
 
+from linvit.conversion import Plan, as_plan
+
 DROP = ("relative_bias", "shift_mask", "talking_heads", "rotary", "temperature")
+
+
+def permitting(plan: str | Plan, **options: Any) -> Plan:
+    """A plan that may give up everything here but pooling, where a mechanism cannot honour it."""
+    chosen = as_plan(plan, **options)
+    return replace(chosen, drop=(*chosen.drop, *DROP))
 
 
 @dataclass(frozen=True)

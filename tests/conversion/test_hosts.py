@@ -11,8 +11,8 @@ import torch
 
 from linvit.attention.local import GridConv, NormShortcut, TokenConv
 from linvit.conversion import convert, find_hosts
-from linvit.conversion.host import Host
-from tests.conversion.families import DROP, FAMILIES, Family
+from linvit.conversion.convert import asks_of
+from tests.conversion.families import DROP, FAMILIES, Family, permitting
 
 every = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
@@ -42,7 +42,7 @@ def test_native_mechanism_changes_nothing(family: Family) -> None:
 def test_weights_stay_and_an_original_checkpoint_loads(family: Family, plan: str) -> None:
     original = family.build()
     converted = copy.deepcopy(original)
-    report = convert(converted, plan, drop=DROP)
+    report = convert(converted, permitting(plan))
     before, after = original.state_dict(), converted.state_dict()
     removed = {name for name in before if name not in after}
     assert removed == set(report.removed)
@@ -58,7 +58,7 @@ def test_weights_stay_and_an_original_checkpoint_loads(family: Family, plan: str
 @pytest.mark.parametrize("plan", ["stella", "relu_quadratic", "castling", "cosformer"])
 def test_any_size_forward_and_backward(family: Family, plan: str) -> None:
     model = family.build()
-    convert(model, plan, drop=DROP)
+    convert(model, permitting(plan))
     for height, width in family.sizes:
         out = model(family.image(height, width))
         assert out.shape == (2, 7) and out.isfinite().all()
@@ -71,7 +71,7 @@ def test_any_size_forward_and_backward(family: Family, plan: str) -> None:
 def test_what_cannot_be_honoured_is_refused_and_nothing_touched(family: Family) -> None:
     model = family.build()
     types = [type(module) for module in model.modules()]
-    asks = [ask for _, m in find_hosts(model) for ask in _host(m).asks_in(model, m) if ask.feature in DROP]
+    asks = [ask for _, m in find_hosts(model) for ask in asks_of(model, m) if ask.feature in DROP]
     if not asks:
         convert(model, "stella")
         return
@@ -82,20 +82,12 @@ def test_what_cannot_be_honoured_is_refused_and_nothing_touched(family: Family) 
     assert [type(module) for module in model.modules()] == types
 
 
-def _host(module: torch.nn.Module) -> type[Host]:
-    from linvit.conversion.hosts import host_for
-
-    host = host_for(module)
-    assert host is not None
-    return host
-
-
 @every
 def test_converting_again_replaces_the_mechanism(family: Family) -> None:
     model, direct = family.build(), family.build()
-    convert(model, "relu_quadratic", drop=DROP)
-    again = convert(model, "stella", drop=DROP)
-    convert(direct, "stella", drop=DROP)
+    convert(model, permitting("relu_quadratic"))
+    again = convert(model, permitting("stella"))
+    convert(direct, permitting("stella"))
     assert {layer.before for layer in again.layers} == {"relu_quadratic"}
     with torch.no_grad():
         torch.testing.assert_close(model(family.image()), direct(family.image()))
@@ -104,7 +96,7 @@ def test_converting_again_replaces_the_mechanism(family: Family) -> None:
 @every
 def test_bfloat16_copy_and_pickle(family: Family) -> None:
     model = family.build()
-    convert(model, "stella", drop=DROP)
+    convert(model, permitting("stella"))
     with torch.no_grad():
         reference = model(family.image())
         twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
@@ -125,7 +117,7 @@ FIRST = {kind(family): family for family in reversed(FAMILIES) if family.traces}
 @pytest.mark.parametrize("family", FIRST.values(), ids=str)
 def test_compiles_as_one_graph_and_exports(family: Family) -> None:
     model = family.build()
-    convert(model, "stella", drop=DROP)
+    convert(model, permitting("stella"))
     image = family.image()
     with torch.no_grad():
         reference = model(image)
@@ -139,7 +131,7 @@ def test_compiles_as_one_graph_and_exports(family: Family) -> None:
 @every
 def test_report_says_what_happened(family: Family) -> None:
     model = family.build()
-    text = str(convert(model, "stella", drop=DROP))
+    text = str(convert(model, permitting("stella")))
     assert f"{family.native} → stella" in text
     for name, _ in find_hosts(model):
         assert name in text

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import linvit
 from linvit import LinvitError
 from linvit.conversion import Choice, Plan, Rule, find_hosts
+from tests.conversion.families import permitting
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,7 +93,7 @@ def test_softmax_changes_nothing(case: Case, implementation: str) -> None:
 def test_weights_stay_and_any_mechanism_works(case: Case, plan: str) -> None:
     original = case.build()
     model = copy.deepcopy(original)
-    report = linvit.convert(model, plan, drop=("relative_bias",))
+    report = linvit.convert(model, permitting(plan))
     before, after = original.state_dict(), model.state_dict()
     assert {name for name in before if name not in after} == set(report.removed)
     assert all(torch.equal(before[name], after[name]) for name in before.keys() & after.keys())
@@ -118,8 +119,8 @@ def test_grid_and_prefix_follow_the_picture(case: Case) -> None:
 def test_converting_again_copies_pickles_and_half_precision(case: Case) -> None:
     model, direct = case.build(), case.build()
     linvit.convert(model, "relu_quadratic")
-    again = linvit.convert(model, "stella", drop=("relative_bias",))
-    linvit.convert(direct, "stella", drop=("relative_bias",))
+    again = linvit.convert(model, permitting("stella"))
+    linvit.convert(direct, permitting("stella"))
     assert {layer.before for layer in again.layers} == {"relu_quadratic"}
     with torch.no_grad():
         reference = out(model, image())
@@ -132,7 +133,7 @@ def test_converting_again_copies_pickles_and_half_precision(case: Case) -> None:
 @every
 def test_compiles_as_one_graph_and_exports(case: Case) -> None:
     model = case.build()
-    linvit.convert(model, "stella", drop=("relative_bias",))
+    linvit.convert(model, permitting("stella"))
     with torch.no_grad():
         reference = out(model, image())
         torch._dynamo.reset()
@@ -144,7 +145,7 @@ def test_compiles_as_one_graph_and_exports(case: Case) -> None:
 @every
 def test_save_and_load(case: Case, tmp_path: Path) -> None:
     model = case.build()
-    linvit.convert(model, "mixa", keep=1, drop=("relative_bias",))
+    linvit.convert(model, "mixa", keep=1)
     linvit.save(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model"] == f"transformers:{case.model}" and config["preprocessing"] == {"input_size": [3, 32, 32]}
@@ -230,7 +231,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 def test_a_classifier_with_names_of_its_own_is_saved(tmp_path: Path) -> None:
     case = Case("ViTForImageClassification", "ViTConfig")
     model = case.build(num_labels=3, id2label={0: "a", 1: "b", 2: "c"}, label2id={"a": 0, "b": 1, "c": 2})
-    linvit.convert(model, "stella", input_size=(SIDE, SIDE))
+    linvit.convert(model, "stella", size=(SIDE, SIDE))
     linvit.save(model, tmp_path / "model")
     again = linvit.load(tmp_path / "model")
     images = torch.randn(1, 3, SIDE, SIDE)

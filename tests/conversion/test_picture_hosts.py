@@ -14,11 +14,11 @@ from torch import nn
 
 from linvit import LinvitError
 from linvit.attention import TokenGrid
-from linvit.conversion import Choice, Plan, Rule, convert, find_hosts
+from linvit.conversion import Choice, Plan, Rule, convert, droppable, find_hosts
 from linvit.conversion.hosts.maxxvit import module_bias
 from linvit.conversion.hosts.refused import REFUSED
 from linvit.conversion.relative import table_bias
-from tests.conversion.families import DROP, FAMILIES, WINDOWS, Family
+from tests.conversion.families import FAMILIES, WINDOWS, Family, permitting
 
 by_name = {family.model: family for family in FAMILIES}
 SEQUENCES = {  # the grids their layers see in an image of 128 × 96, the class token apart
@@ -48,7 +48,7 @@ def seen_grids(model: nn.Module, image: torch.Tensor) -> list[TokenGrid]:
 def test_sequences_know_the_picture_they_come_from(name: str) -> None:
     family = by_name[name]
     model = family.build()
-    convert(model, "stella", drop=DROP)
+    convert(model, permitting("stella"))
     image = family.image() if family.fixed else family.image(128, 96)
     grids = seen_grids(model, image)
     assert [(grid.height, grid.width) for grid in grids] == SEQUENCES[name]
@@ -59,7 +59,7 @@ def test_sequences_know_the_picture_they_come_from(name: str) -> None:
 def test_learned_positions_find_their_grid_and_no_weight_is_lost(family: Family) -> None:
     model = family.build()
     before = copy.deepcopy(model.state_dict())
-    report = convert(model, "focused", drop=(*DROP, "pooling"), input_size=family.sizes[0])
+    report = convert(model, "focused", drop=droppable(model), size=family.sizes[0])
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before.keys() - set(report.removed))
     with torch.no_grad():
@@ -71,13 +71,13 @@ def test_layers_converted_one_after_the_other_and_back(family: Family) -> None:
     model = family.build()
     layers = len(find_hosts(model))
     if layers > 1:
-        convert(model, Plan("all but one", Choice("stella"), (Rule(None, layers=(0,)),)), drop=DROP)
-    convert(model, "stella", drop=DROP)
+        convert(model, permitting(Plan("all but one", Choice("stella"), (Rule(None, layers=(0,)),))))
+    convert(model, permitting("stella"))
     direct = family.build()
-    convert(direct, "stella", drop=DROP)
+    convert(direct, permitting("stella"))
     with torch.no_grad():
         torch.testing.assert_close(model(family.image()), direct(family.image()))
-        convert(model, family.native, drop=DROP)
+        convert(model, permitting(family.native))
         assert model(family.image()).isfinite().all()
 
 
@@ -127,7 +127,7 @@ def test_pooling_goes_where_a_mechanism_needs_as_many_keys_as_queries() -> None:
 def test_queries_that_do_not_fit_the_output_are_refused_before_anything_is_touched() -> None:
     model = by_name["coatnet_pico_rw_224"].build()
     with pytest.raises(LinvitError, match="it has another width"):
-        convert(model, "fastformer", drop=DROP)
+        convert(model, permitting("fastformer"))
     assert not any(hasattr(host, "mechanism") for _, host in find_hosts(model))
 
 
@@ -162,7 +162,7 @@ def test_relative_positions_on_another_grid(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("mechanism", ["softmax", "stella"])
 def test_swin_v2_takes_another_window_after_conversion(name: str, mechanism: str) -> None:
     model = timm.create_model(name, num_classes=7, **WINDOWS).eval()
-    convert(model, mechanism, drop=DROP)
+    convert(model, permitting(mechanism))
     model.set_input_size((96, 96), window_size=(6, 6))
     assert {tuple(host.window_size) for _, host in find_hosts(model)} == {(6, 6)}
     assert model(torch.randn(1, 3, 96, 96)).isfinite().all()

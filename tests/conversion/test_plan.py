@@ -59,7 +59,7 @@ def test_options_reach_the_mechanism_and_parameters_follow_the_model(model: nn.M
 
 
 def test_learned_positions_are_laid_out_for_the_input_size(model: nn.Module) -> None:
-    convert(model, "qt", input_size=(96, 64))
+    convert(model, "qt", size=(96, 64))
     assert model.blocks[0].attn.mechanism.position.table.shape[-2:] == (6, 4)
     model = timm.create_model("efficientvit_b1", num_classes=7)
     convert(model, "qt")

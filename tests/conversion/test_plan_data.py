@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from linvit import LinvitError
 from linvit.attention import list_mechanisms
-from linvit.conversion import Choice, Plan, Rule, as_plan
-from linvit.conversion.plan import PLACES, PLANS, Pick
+from linvit.conversion import Choice, Pick, Plan, Rule, as_plan
+from linvit.conversion.plan import PLACES, PLANS
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
@@ -53,18 +53,21 @@ GOOD: dict[str, Any] = {"version": 1, "name": "mine", "default": None}
         ({"name": "mine", "default": None}, '"version": 1'),
         ({**GOOD, "version": "1"}, '"version": 1'),
         ({**GOOD, "version": 2}, "version 2, this linvit reads up to 1: upgrade"),
-        ({"version": 1, "name": "mine"}, 'needs a "name" and a "default"'),
-        ({**GOOD, "rulez": []}, "unknown field of a plan 'rulez'; did you mean rules"),
+        ({"version": 1, "name": "mine"}, "the plan lacks its default"),
+        ({**GOOD, "rulez": []}, "unknown field of the plan 'rulez'; did you mean rules"),
         ({**GOOD, "default": {"mechanism": "stela"}}, "did you mean stella"),
-        ({**GOOD, "default": {}}, 'needs a "mechanism"'),
+        ({**GOOD, "default": {}}, "default of the plan lacks its mechanism"),
         ({**GOOD, "default": {"mechanism": "stella", "option": {}}}, "did you mean options"),
-        ({**GOOD, "drop": [3]}, "list of names"),
-        ({**GOOD, "rules": [3]}, "must be a JSON object"),
-        ({**GOOD, "rules": [{"layers": ["0"]}]}, "whole numbers"),
-        ({**GOOD, "rules": [{"layers": {"count": True}}]}, "'count' of a pick of layers cannot be True"),
+        ({**GOOD, "drop": [3]}, "drop of the plan must be a word"),
+        ({**GOOD, "rules": [3]}, "rules of the plan must be a table"),
+        ({**GOOD, "rules": [{"layers": ["0"]}]}, "layers of rules of the plan must be a whole number, got '0'"),
+        (
+            {**GOOD, "rules": [{"layers": {"count": True}}]},
+            "count of layers of .* must be a whole number, got True",
+        ),
         ({**GOOD, "rules": [{"layers": {"count": 2, "where": "frist"}}]}, "did you mean first"),
-        ({**GOOD, "rules": [{"pattern": "("}]}, "no regular expression"),
-        ({**GOOD, "rules": [{"optional": 1}]}, "'optional' of a rule of the plan cannot be 1"),
+        ({**GOOD, "rules": [{"pattern": "("}]}, "not a regular expression"),
+        ({**GOOD, "rules": [{"optional": 1}]}, "optional of rules of the plan must be true or false, got 1"),
     ],
 )
 def test_what_is_no_plan_is_one_line(data: Any, message: str) -> None:

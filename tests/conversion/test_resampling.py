@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import linvit
 from linvit import LinvitError
-from tests.conversion.families import DROP
+from tests.conversion.families import permitting
 
 WIDTH = 192
 
@@ -65,7 +65,7 @@ def test_patch_16_to_14_keeps_the_features_and_beats_bilinear_resizing() -> None
         F.interpolate(photograph("china.jpg"), (side, side), mode="bicubic", antialias=True) for side in (256, 224)
     )
     ours = copy.deepcopy(original)
-    linvit.resample_patches(ours, 14, input_size=224)
+    linvit.resample_patches(ours, 14, size=224)
     naive = copy.deepcopy(ours)
     kernel = original.patch_embed.proj.weight
     naive.patch_embed.proj.weight.data = F.interpolate(kernel, (14, 14), mode="bilinear")
@@ -87,7 +87,7 @@ def test_a_larger_kernel_is_exact() -> None:
     """Twice the patch on a picture twice the size: the tokens are the same, to rounding."""
     model, image = vit(), F.interpolate(photograph("china.jpg"), (256, 256), mode="bicubic", antialias=True)
     before = model.patch_embed(image)
-    linvit.resample_patches(model, 32, input_size=512)
+    linvit.resample_patches(model, 32, size=512)
     patches = image.unfold(2, 16, 16).unfold(3, 16, 16)  # resized one by one, so that no patch sees its neighbours
     patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, 3, 16, 16)
     doubled = F.interpolate(patches, (32, 32), mode="bicubic", antialias=True)
@@ -117,7 +117,7 @@ def test_converted_before_or_after_comes_to_the_same_and_saves(first: str, tmp_p
 def test_as_many_tokens_on_another_grid() -> None:
     model = timm.create_model("deit_tiny_patch16_224", depth=1, img_size=(64, 144))
     table = model.pos_embed.detach().clone()
-    linvit.resample_patches(model, 16, input_size=96)
+    linvit.resample_patches(model, 16, size=96)
     resized = F.interpolate(
         table[:, 1:].unflatten(1, (4, 9)).permute(0, 3, 1, 2), (6, 6), mode="bicubic", antialias=True
     )
@@ -158,7 +158,7 @@ def test_window_7_to_14_interpolates_the_relative_bias(plan: str | None, tmp_pat
 
 def test_window_change_where_the_bias_was_dropped() -> None:
     model = swin()
-    linvit.convert(model, "stella", drop=DROP)
+    linvit.convert(model, permitting("stella"))
     linvit.resample_windows(model, 14)
     assert model(torch.randn(1, 3, 224, 224)).isfinite().all()
     assert not any("bias_table" in name for name in model.state_dict())
@@ -166,7 +166,7 @@ def test_window_change_where_the_bias_was_dropped() -> None:
 
 def test_patch_change_of_swin_keeps_its_windows() -> None:
     model = swin()
-    linvit.resample_patches(model, 8, input_size=448)
+    linvit.resample_patches(model, 8, size=448)
     assert model.layers[0].blocks[0].attn.window_size == (7, 7)
     assert model(torch.randn(1, 3, 448, 448)).isfinite().all()
 

@@ -20,14 +20,14 @@ import linvit
 from linvit import LinvitError
 from linvit.conversion.convert import own_size
 from linvit.conversion.saving import CONFIG, WEIGHTS, label_names, load, note, save
-from tests.conversion.families import DROP, FAMILIES, VIT, Family
+from tests.conversion.families import FAMILIES, VIT, Family, permitting
 
 DEIT = Family("deit_tiny_patch16_224", VIT)
 
 
 def converted(family: Family = DEIT, plan: str = "stella", **options: Any) -> nn.Module:
     model = family.build()
-    linvit.convert(model, plan, drop=DROP, input_size=family.sizes[0], **options)
+    linvit.convert(model, permitting(plan, **options), size=family.sizes[0])
     return model
 
 
@@ -128,7 +128,7 @@ def test_named_models_remember_how_they_were_built(name: str, args: dict[str, An
 def test_converted_twice_dropped_and_half_precision(tmp_path: Path) -> None:
     family = next(f for f in FAMILIES if f.model.startswith("swin"))
     model = family.build()
-    linvit.convert(model, "stella", drop=DROP)
+    linvit.convert(model, permitting("stella"))
     linvit.convert(model, "softmax")
     model.bfloat16()
     model.head.float()
@@ -189,13 +189,13 @@ ROW = {"name": "blocks.0.attn", "mechanism": "stella", "options": {}, "grid": No
         ({"format": 2, "linvit": "9.1"}, "format 2, written by linvit 9.1; this one reads up to 1: upgrade"),
         ({"format": None}, "not one that linvit.save wrote"),
         ({"model": "deit_tny_patch16_224"}, "unknown model .* did you mean deit_tiny_patch16_224"),
-        ({"model": None}, "damaged: 'model' is None"),
-        ({"classes": ["a", 3]}, "damaged: 'classes' is"),
-        ({"dtype": "nn"}, "damaged: 'dtype' is 'nn'"),
+        ({"model": None}, "model of .*config.json must be a word, got None"),
+        ({"classes": ["a", 3]}, "classes of .*config.json must be a word, got 3"),
+        ({"dtype": "nn"}, "dtype of .*config.json must be one of PyTorch's, got 'nn'"),
         ({"args": {"depht": 2}}, "cannot be built with"),
         ({"args": {"checkpoint_path": "evil.pth"}}, "asks for other weights than its own by 'checkpoint_path'"),
         ({"args": {}}, "the weights do not fit the config, beginning with blocks.0"),
-        ({"layers": [3]}, "damaged: a layer is 3"),
+        ({"layers": [3]}, "layers of .*config.json must be a table, got 3"),
         ({"layers": [{**ROW, "mechanism": "stela"}]}, "unknown mechanism 'stela'; did you mean stella"),
         ({"layers": [{**ROW, "name": "blocks.9.attn"}]}, "names the layer blocks.9.attn"),
         ({"layers": [{**ROW, "options": {"kernel": 3}}]}, "unknown option of"),
@@ -221,7 +221,7 @@ def test_what_training_notes_is_saved(name: str, args: dict[str, Any], tmp_path:
     model = timm.create_model(name, **args)
     classes = tuple("abcdefg")
     note(model, crop_pct=0.75, input_size=(3, 96, 96), label_names=classes)
-    linvit.convert(model, "stella", drop=DROP)
+    linvit.convert(model, permitting("stella"))
     save(model, tmp_path / "m")
     config = json.loads((tmp_path / "m" / CONFIG).read_text())
     assert config["classes"] == list(classes)
@@ -299,7 +299,7 @@ def test_a_checkpoint_of_the_original_loads_into_the_converted_model(suffix: str
             safetensors.torch.save_file(original.state_dict(), file)
         model = converted(family, "castling")
         linvit.load_weights(model, file)
-        linvit.convert(original, "castling", drop=DROP)
+        linvit.convert(original, permitting("castling"))
         state = {k: v for k, v in model.state_dict().items() if ".mechanism." not in k}
         assert all(torch.equal(original.state_dict()[name], tensor) for name, tensor in state.items())
 

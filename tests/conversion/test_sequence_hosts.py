@@ -16,7 +16,7 @@ from linvit.attention import TokenGrid
 from linvit.conversion import Choice, Plan, Rule, convert
 from linvit.conversion.hosts.hiera import layout, stages
 from linvit.conversion.relative import table_bias
-from tests.conversion.families import DROP, FAMILIES, STATIC, VIT, Family
+from tests.conversion.families import FAMILIES, STATIC, VIT, Family, permitting
 
 
 def family(name: str) -> Family:
@@ -41,7 +41,7 @@ def test_padding_of_naflexvit_is_a_key_mask(plan: str, rope: str) -> None:
     options = {"depth": 2, "embed_dim": 48, "num_heads": 3, "rope_type": rope}
     model = noisy(timm.create_model("naflexvit_base_patch16_gap", num_classes=7, **options))
     original = copy.deepcopy(model)
-    convert(model, plan, drop=DROP)
+    convert(model, permitting(plan))
     valid = torch.ones(2, 20, dtype=torch.bool)
     valid[1, 12:] = False
     places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(5), indexing="ij"), -1).reshape(1, 20, 2)
@@ -88,9 +88,9 @@ def test_a_resized_table_keeps_constants_classes_and_symmetry() -> None:
 def test_the_shared_bias_stays_as_long_as_a_layer_uses_it(name: str, part: str) -> None:
     model: Any = next(f for f in FAMILIES if f.model.startswith(name)).build()
     first = Plan("first", Choice("stella"), (Rule(None, layers=(1,)),))
-    convert(model, first, drop=DROP)
+    convert(model, permitting(first))
     assert getattr(model, part) is not None
-    report = convert(model, "stella", drop=DROP)
+    report = convert(model, permitting("stella"))
     assert getattr(model, part) is None and any(part in removed for removed in report.removed)
 
 
@@ -119,7 +119,7 @@ def test_hiera_puts_tokens_back_where_they_were() -> None:
 def test_class_attention_is_left_to_mechanisms_that_can_serve_it(plan: str, serves: bool) -> None:
     for name in ("cait_xxs24_224", "xcit_nano_12_p16_224", "volo_d1_224"):
         model = family(name).build()
-        report = convert(model, plan, drop=DROP)
+        report = convert(model, permitting(plan))
         last = report.layers[-1]
         assert (last.after == plan) == serves and ("one query" in str(last)) != serves
         assert model(family(name).image()).isfinite().all()
@@ -138,8 +138,8 @@ def test_differential_attention_subtracts_two_maps() -> None:
 
 def test_layers_converted_later_know_the_grid_too() -> None:
     model: Any = family("eva02_tiny_patch14_224").build()
-    convert(model, Plan("first", Choice("stella"), (Rule(None, layers=(1,)),)), drop=DROP)
-    convert(model, "cosformer", drop=DROP)
+    convert(model, permitting(Plan("first", Choice("stella"), (Rule(None, layers=(1,)),))))
+    convert(model, permitting("cosformer"))
     with torch.no_grad():
         model(torch.randn(1, 3, 96, 64))
     assert {block.attn.grids.grid for block in model.blocks} == {TokenGrid(6, 4, 1)}
@@ -149,7 +149,7 @@ def test_layers_converted_later_know_the_grid_too() -> None:
 def test_grids_follow_the_stages() -> None:
     for name, expected in (("pit_ti_distilled_224", TokenGrid(2, 2, 2)), ("csatv2", TokenGrid(1, 1))):
         model: Any = family(name).build()
-        convert(model, "cosformer", drop=DROP)
+        convert(model, permitting("cosformer"))
         model(family(name).image())
         hosts = [m for m in model.modules() if getattr(m, "grids", None) is not None]
         assert hosts and hosts[-1].grids.grid == expected, hosts[-1].grids.grid

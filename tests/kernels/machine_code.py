@@ -20,9 +20,12 @@ import torch
 import triton
 from torch import Tensor
 
-from linvit.kernels import linear_launch, mobile_launch, relu_quadratic_launch
-from linvit.kernels.linear_launch import Launch
-from linvit.kernels.linear_plan import Formula
+from linvit.kernels.fused import Launch, signature_of
+from linvit.kernels.linear import Formula
+from linvit.kernels.linear import launch as linear_launch
+from linvit.kernels.mobile import Options
+from linvit.kernels.mobile import launch as mobile_launch
+from linvit.kernels.relu_quadratic import launch as relu_quadratic_launch
 
 PROCESSORS = 132
 DISASSEMBLER = Path(triton.__path__[0], "backends", "nvidia", "bin", "nvdisasm")
@@ -59,9 +62,9 @@ class Recorder:
 def recorded() -> Iterator[Recorder]:
     """Launches inside are planned for a large chip, noted, and not done."""
     made = Recorder()
-    linear_launch.remembered.clear()
-    for planned in (relu_quadratic_launch.prepare, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
-        planned.cache_clear()
+    caches = (linear_launch.prepare, relu_quadratic_launch.prepare)
+    for cache in (*caches, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
+        cache.cache_clear()
     with ExitStack() as patches:
         for module in LAUNCHERS:
             patches.enter_context(mock.patch.object(module, "processors", lambda device: PROCESSORS))
@@ -73,12 +76,17 @@ def meta(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def rows(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> list[Tensor]:
+    """q, k, v and their gradients, heads inside tokens."""
+    return [meta(dtype, batch, tokens, heads, dim).transpose(1, 2) for _ in range(6)]
+
+
 def linear(formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
     """What linear attention launches, forward and backward."""
-    q, k, v = (meta(dtype, batch, heads, tokens, dim) for _ in range(3))
+    q, k, v, dq, dk, dv = rows(dtype, batch, heads, tokens, dim)
     with recorded() as found:
-        out, state = linear_launch.forward(q, k, v, None, None, formula, True)
-        linear_launch.gradients(torch.empty_like(out), q, k, v, None, None, state, formula)
+        out, state = linear_launch.forward(q, k, v, None, None, formula, True, signature_of(q, k, v))
+        linear_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, None, [state], formula, False)
     return found
 
 
@@ -88,17 +96,17 @@ def relu_quadratic(
     q, k, v, dq, dk, dv = (meta(dtype, batch, heads, tokens, dim) for _ in range(6))
     bias = meta(dtype, 1, heads, tokens, tokens) if biased else None
     with recorded() as found:
-        out = relu_quadratic_launch.forward(q, k, v, None, bias)
-        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, None, dq, dk, dv, bias, biased)
+        out = relu_quadratic_launch.forward(q, k, v, None, bias, signature_of(q, k, v))
+        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, bias, biased)
     return found
 
 
 def mobile(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
-    rows = [meta(dtype, batch, tokens, heads, dim).transpose(1, 2) for _ in range(6)]
-    q, k, v, dq, dk, dv = rows
+    q, k, v, dq, dk, dv = rows(dtype, batch, heads, tokens, dim)
+    options = Options(dim, False, 1e-6)
     with recorded() as found:
-        out, flow, state = mobile_launch.forward(q, k, v, None, dim, False, 1e-6)
-        mobile_launch.backward(torch.empty_like(out), q, k, v, None, flow, state, dq, dk, dv, dim, False, 1e-6)
+        out, *saved = mobile_launch.forward(q, k, v, None, None, options, True, signature_of(q, k, v))
+        mobile_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, None, saved, options, False)
     return found
 
 

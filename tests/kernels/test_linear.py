@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial, partialmethod
 from typing import Any
 
@@ -9,10 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from linvit.errors import LinvitError
-from linvit.kernels import linear_launch, linear_plan
-from linvit.kernels.linear import Formula, attend, linear_attention, linear_attention_packed, packed_source
+from linvit.kernels.fused import packed_source
+from linvit.kernels.linear import Formula, launch, linear_attention, linear_attention_packed
 from tests.kernels.linear_reference import DTYPES, FORMULAS, HALF, compare, draw, error, every, inputs, reference
+
+
+@pytest.fixture
+def no_launches() -> Iterator[None]:
+    """What a test changes about launches holds for its own only."""
+    launch.prepare.cache_clear()
+    yield
+    launch.prepare.cache_clear()
 
 
 @every
@@ -51,21 +59,19 @@ def test_widths_of_heads(name: str, dim: int, value_dim: int, device: torch.devi
 @every
 @pytest.mark.parametrize("saved", [False, True])
 def test_tokens_split_over_programs(
-    name: str, saved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, saved: bool, device: torch.device, no_launches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way with partial states, at a size that would not take it."""
-    monkeypatch.setattr(linear_plan, "SMALL", 16)
-    monkeypatch.setattr(linear_launch, "remembered", {})
-    monkeypatch.setattr(linear_launch, "keeps_state", lambda q, v: saved)
+    monkeypatch.setattr(launch, "SMALL", 16)
+    monkeypatch.setattr(launch, "keeps_state", lambda *_: saved)
     compare(name, inputs(device, torch.float32, 1, 2, 300, 8))
 
 
 @every
 def test_a_saved_state_gives_the_same_gradients(
-    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, device: torch.device, no_launches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_launch, "remembered", {})
-    monkeypatch.setattr(linear_launch, "keeps_state", lambda q, v: True)
+    monkeypatch.setattr(launch, "keeps_state", lambda *_: True)
     compare(name, inputs(device, torch.float32, 2, 3, 40, 8))
 
 
@@ -80,7 +86,7 @@ def test_saves_no_more_than_softmax_does(tokens: int, device: torch.device) -> N
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        attend(*qkv.permute(2, 0, 3, 1, 4).unbind(0), FORMULAS["relu"])
+        linear_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0), FORMULAS["relu"])
     assert sum(kept.values()) - qkv.untyped_storage().nbytes() == (1120 * 4 if tokens == 1400 else 0)
 
 
@@ -133,19 +139,13 @@ def test_packed_projection_gets_a_packed_gradient(device: torch.device) -> None:
     q, k, v = qkv.reshape(2, 24, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
     assert packed_source(q, v, k) is None and packed_source(q.detach(), k, v) is None
     assert packed_source(q, k, v) is qkv
-    packed = linear_attention_packed(qkv.view(2, 24, 3, 2, 8), formula)
-    outs = (attend(q, k, v, formula), packed, linear_attention(q, k, v, formula))
-    whole, direct, stacked = (torch.autograd.grad(o.sin().sum(), flat, retain_graph=True)[0] for o in outs)
-    assert torch.equal(whole, stacked) and torch.equal(direct, stacked)
-    q.retain_grad()
-    assert packed_source(q, k, v) is None
-
-
-def test_refuses_a_second_derivative(device: torch.device) -> None:
-    tensors = inputs(device, torch.float32, 1, 1, 9, 8)
-    out = linear_attention(*tensors, FORMULAS["stella"])
-    with pytest.raises(LinvitError, match="twice"):
-        torch.autograd.grad(out.sum(), tensors, create_graph=True)
+    separate = [t.detach().requires_grad_() for t in (q, k, v)]
+    stacked = torch.autograd.grad(linear_attention(*separate, formula).sin().sum(), separate)
+    wanted = torch.stack(stacked).permute(1, 3, 0, 2, 4).reshape(flat.shape)
+    for out in (linear_attention(q, k, v, formula), linear_attention_packed(qkv.view(2, 24, 3, 2, 8), formula)):
+        flat.grad = None
+        out.sin().sum().backward(retain_graph=True)
+        assert torch.equal(flat.grad, wanted)
 
 
 def test_same_bits_twice(device: torch.device) -> None:

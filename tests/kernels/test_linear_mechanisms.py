@@ -94,7 +94,7 @@ def test_the_short_way_of_a_known_call(device: torch.device) -> None:
     stella = create_attention("stella").to(device)
     q, k, v, _ = (t.to(device) for t in inputs(GRID))
     first = stella(q, k, v, GRID)
-    assert len(stella.served) == 1
+    assert len(stella.known) == 1
     assert torch.equal(stella(q, k, v, GRID), first) and torch.equal(stella(q, k, v), first)
     with pytest.raises(LinvitError, match="tokens"):
         stella(q, k, v, TokenGrid(5, 5))
@@ -107,7 +107,7 @@ def test_the_short_way_of_a_known_call(device: torch.device) -> None:
     assert not stella(q, k, v, GRID).transpose(1, 2).is_contiguous()
     local = create_attention("focused", heads=2, head_dim=8, grid=GRID).to(device)
     local(q, k, v, GRID)
-    assert not local.served
+    assert not local.known
 
 
 @pytest.mark.parametrize("name", ["stella", "elu_linear", "castling", "qt", "efficient"])

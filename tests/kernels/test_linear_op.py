@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from linvit.kernels import linear_plan
-from linvit.kernels.linear import linear_attention, linear_attention_packed, why_not
+from linvit.kernels.linear import layout_of, linear_attention, linear_attention_packed, why_not
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.linear_reference import FORMULAS, draw, inputs, reference
 
@@ -88,7 +87,7 @@ def test_says_why_it_cannot(device: torch.device) -> None:
 def test_few_ways_to_lay_out_heads() -> None:
     for heads, dim, value_dim in ((3, 1, 1), (6, 64, 64), (12, 32, 128), (5, 256, 256), (1, 3, 300), (64, 2, 2)):
         for itemsize in (2, 4):
-            layout = linear_plan.layout_of(heads, dim, value_dim, itemsize)
+            layout = layout_of(heads, dim, value_dim, itemsize)
             assert layout.key_width >= dim and layout.value_width * layout.value_blocks >= value_dim
             assert layout.group * min(layout.key_width, layout.value_width) >= 16
             assert layout.numbers % 16 == 0

@@ -12,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.attention import create_attention
 from linvit.errors import LinvitError
-from linvit.kernels import relu_quadratic_cpu, relu_quadratic_launch
-from linvit.kernels.linear_launch import empty_rows
-from linvit.kernels.relu_quadratic import on_cpu, relu_quadratic, why_not, why_not_bias
+from linvit.kernels.relu_quadratic import cpu as on_tiles
+from linvit.kernels.relu_quadratic import launch, on_cpu, relu_quadratic, why_not, why_not_bias
 from linvit.measurement.clock import peak_memory
 from tests.kernels.conftest import ON_GPU
 
@@ -131,8 +130,8 @@ def test_a_bias_of_minus_infinity_and_one_in_a_wider_tensor(device: torch.device
 
 def test_many_images_share_a_bias(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """As windows do: sums over some of the images each, the last of them over fewer."""
-    assert relu_quadratic_launch.share_of(1024, 48, 132) == 94 and relu_quadratic_launch.share_of(8, 3072, 132) == 8
-    monkeypatch.setattr(relu_quadratic_launch, "share_of", lambda *_: 3)
+    assert launch.share_of(1024, 48, 132) == 94 and launch.share_of(8, 3072, 132) == 8
+    monkeypatch.setattr(launch, "share_of", lambda *_: 3)
     q, k, v = (draw(device, torch.float32, 10, 1, 9, 8, seed=s) for s in range(3))
     mask = draw(device, torch.float32, 10, 9) > -1
     for images in (1, 2, 5):
@@ -177,12 +176,13 @@ def test_odd_strides_and_poisoned_surroundings(device: torch.device) -> None:
 
 
 def test_outputs_are_written_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relu_quadratic_launch, "empty_rows", lambda *a: empty_rows(*a).fill_(float("nan")))
+    rows_like = launch.rows_like
+    monkeypatch.setattr(launch, "rows_like", lambda *a: rows_like(*a).fill_(float("nan")))
     q, k, v = (draw(device, torch.float32, 1, 2, 37, 16, seed=s).requires_grad_() for s in range(3))
     out = relu_quadratic(q, k, v)
     assert out.isfinite().all()
     gradients = [torch.full_like(t, float("nan")) for t in (q, k, v)]
-    relu_quadratic_launch.backward(torch.ones_like(out), *(t.detach() for t in (q, k, v)), None, *gradients)
+    launch.backward(torch.ones_like(out), *(t.detach() for t in (q, k, v)), *gradients, None)
     assert all(g.isfinite().all() for g in gradients)
 
 
@@ -255,9 +255,9 @@ def test_tiles_on_the_cpu(
 ) -> None:  # fmt: skip
     """Small tiles, over memory full of NaN: single heads and all together, ragged ends."""
     for name, value in {"ROWS": 64, "COLUMNS": 48, "TILE_NUMBERS": numbers}.items():
-        monkeypatch.setattr(relu_quadratic_cpu, name, value)
-    rows_like, new_empty = relu_quadratic_cpu.rows_like, Tensor.new_empty
-    monkeypatch.setattr(relu_quadratic_cpu, "rows_like", lambda *a: rows_like(*a).fill_(float("nan")))
+        monkeypatch.setattr(on_tiles, name, value)
+    rows_like, new_empty = on_tiles.rows_like, Tensor.new_empty
+    monkeypatch.setattr(on_tiles, "rows_like", lambda *a: rows_like(*a).fill_(float("nan")))
     monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
     cpu = torch.device("cpu")
     q, k, v = draw(cpu, dtype, 2, 2, tokens, 8), draw(cpu, dtype, 2, 2, keys, 8), draw(cpu, dtype, 2, 2, keys, 12)
@@ -266,9 +266,9 @@ def test_tiles_on_the_cpu(
     grad = draw(cpu, dtype, 2, 2, tokens, 12, seed=5)
     exact = [t.double().requires_grad_() for t in (q, k, v, *([] if bias is None else [bias]))]
     truth = reference(*exact[:3], mask, *exact[3:])
-    assert error(relu_quadratic_cpu.forward(q, k, v, mask, bias), truth) < LIMITS[dtype]
+    assert error(on_tiles.forward(q, k, v, mask, bias), truth) < LIMITS[dtype]
     found = [torch.full_like(t, float("nan")) for t in (q, k, v)]
-    d_bias = relu_quadratic_cpu.backward(grad, q, k, v, mask, *found, bias, bias is not None)
+    d_bias = on_tiles.backward(grad, q, k, v, *found, mask, bias, bias is not None)
     found += [] if d_bias is None else [d_bias]
     for ours, exactly in zip(found, torch.autograd.grad(truth, exact, grad.double()), strict=True):
         assert error(ours, exactly) < LIMITS[dtype]
@@ -282,8 +282,8 @@ def test_few_tokens_are_not_tiled_on_the_cpu(
     images: int, tokens: int, dtype: torch.dtype, tiled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu, calls = torch.device("cpu"), []
-    forward = relu_quadratic_cpu.forward
-    monkeypatch.setattr(relu_quadratic_cpu, "forward", lambda *a: calls.append(1) or forward(*a))
+    forward = on_tiles.forward
+    monkeypatch.setattr(on_tiles, "forward", lambda *a: calls.append(1) or forward(*a))
     monkeypatch.setattr("linvit.kernels.relu_quadratic.interpreted", lambda: False)
     packed = draw(cpu, dtype, images, tokens, 3, 2, 8).requires_grad_()
     out = on_cpu(*packed.permute(2, 0, 3, 1, 4).unbind(0), None)
@@ -296,7 +296,7 @@ def test_few_tokens_are_not_tiled_on_the_cpu(
     assert error(found, wanted) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("home", [relu_quadratic_cpu])
+@pytest.mark.parametrize("home", [on_tiles])
 def test_memory_is_linear_on_the_cpu(home: ModuleType) -> None:
     cpu = torch.device("cpu")
 
@@ -305,7 +305,7 @@ def test_memory_is_linear_on_the_cpu(home: ModuleType) -> None:
 
         def both() -> None:
             home.forward(q, k, v, None)
-            home.backward(grad, q, k, v, None, *(torch.empty_like(t) for t in (q, k, v)))
+            home.backward(grad, q, k, v, *(torch.empty_like(t) for t in (q, k, v)), None)
 
         return peak_memory(both, cpu)
 

@@ -19,7 +19,7 @@ def test_a_replayed_model_is_timed_in_both_passes() -> None:
         model_speed.sweep(
             "test_vit",
             lambda model: linvit.convert(model, "stella"),
-            resolutions=[64],
+            sizes=[(64, 64)],
             batches=[8],
             dtype="bf16",
             device=torch.device("cuda"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 SHAPE = speed.OpShape(2, 2, 8, 49)
 
 
-def rows(build: Callable[..., Any] = speed.implementations, **changes: Any) -> list[dict[str, Any]]:
+def rows(make: Callable[..., Any] = speed.implementations, **changes: Any) -> list[dict[str, Any]]:
     settings = {"dtype": "fp32", "device": CPU, "compared": ("ours", "sdpa", "reference"), "budget": 0.005, **changes}
-    return list(speed.sweep("stella", [SHAPE], build=build, **settings))
+    return list(speed.sweep("stella", [SHAPE], make=make, **settings))
 
 
 @pytest.mark.parametrize("mechanism", ["stella", "softmax", "relu_quadratic", "qt", "relu_linear"])
@@ -100,7 +100,7 @@ def test_shapes_come_little_work_first() -> None:
 
 
 def test_done_rows_are_skipped() -> None:
-    done = frozenset(speed.key(SHAPE, "ours", which) for which in speed.PASSES)
+    done = frozenset(speed.key({**asdict(SHAPE), "implementation": "ours", "pass": which}) for which in speed.PASSES)
     assert {r["implementation"] for r in rows(done=done)} == {"sdpa", "reference"}
 
 

@@ -11,46 +11,46 @@ import timm
 
 from linvit.cli import main
 from linvit.measurement import tables as measurement
-from linvit.measurement.published import TABLES, Row, Section, Table
-from linvit.measurement.tables import Compared, compare, compare_row
+from linvit.measurement.published import TABLES, Printed, Section, Table
+from linvit.measurement.tables import Compared, compare_row, compare_table
 
 every = pytest.mark.parametrize("name", list(TABLES))
 
 
 @cache
 def rows(name: str) -> list[Compared]:
-    return list(compare(TABLES[name]))
+    return list(compare_table(TABLES[name]))
 
 
 @every
 def test_check_passes(name: str) -> None:
-    assert [f"{row.row.label}: {row.failure}" for row in rows(name) if row.wrong] == []
+    assert [f"{row.printed.label}: {row.failure}" for row in rows(name) if row.wrong] == []
 
 
 @every
 def test_differences_are_real_and_explained(name: str) -> None:
     for row in rows(name):
-        if not row.row.model:
-            assert row.row.note
-        for cell in row.row.differs:
-            assert row.row.note and not getattr(row, cell).agrees, f"{row.row.label}: {cell} agrees by now"
+        if not row.printed.model:
+            assert row.printed.note
+        for cell in row.printed.differs:
+            assert row.printed.note and not getattr(row, cell).agrees, f"{row.printed.label}: {cell} agrees by now"
 
 
 def test_fair_counts() -> None:
     found = rows("fair")
     assert len(found) == 18
-    assert [row.row.label for row in found if not row.params.agrees] == ["COL-14"]
+    assert [row.printed.label for row in found if not row.params.agrees] == ["COL-14"]
     assert all(abs(row.macs.error or 1) <= 0.0005 for row in found)
-    by_label = {row.row.label: row for row in found}
-    assert f"{by_label['COL-16'].params.ours:.2f}" == by_label["COL-14"].row.params  # the cell that COL-14 repeats
+    by_label = {row.printed.label: row for row in found}
+    assert f"{by_label['COL-16'].params.ours:.2f}" == by_label["COL-14"].printed.params  # the cell that COL-14 repeats
     assert by_label["AA-4"].params.ours == pytest.approx(28.280, abs=5e-4)
 
 
 def test_qtvit_counts() -> None:
     found = rows("qtvit")[:6]
-    assert [row.row.label for row in found] == [f"QT-ViT-{n}" for n in range(1, 7)]
+    assert [row.printed.label for row in found] == [f"QT-ViT-{n}" for n in range(1, 7)]
     for row in found:
-        assert f"{row.params.ours:.1f}" == row.row.params
+        assert f"{row.params.ours:.1f}" == row.printed.params
         assert abs(row.macs.error or 1) < 0.01
 
 
@@ -60,22 +60,22 @@ def test_models_exist(name: str) -> None:
         assert not row.model or timm.is_model(row.model)
 
 
-def small(*rows: Row) -> Table:
+def small(*rows: Printed) -> Table:
     return Table("Small", "A remark.", (Section("Part", rows),))
 
 
 LINEAR = {"num_classes": 10}
-RIGHT = Row("Right", "resnet10t", "4.9", options=LINEAR)
-WRONG = Row("Wrong", "resnet10t", "5.9", "0.1", "70.0", options=LINEAR)
-EXPLAINED = Row("Explained", "resnet10t", "5.9", note="Printed by mistake.", differs=("params",), options=LINEAR)
-MISSING = Row("Missing", "no_such_model", "1.0")
+RIGHT = Printed("Right", "resnet10t", "4.9", options=LINEAR)
+WRONG = Printed("Wrong", "resnet10t", "5.9", "0.1", "70.0", options=LINEAR)
+EXPLAINED = Printed("Explained", "resnet10t", "5.9", note="Printed by mistake.", differs=("params",), options=LINEAR)
+MISSING = Printed("Missing", "no_such_model", "1.0")
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a table of the given rows in the place of the published ones."""
 
-    def put(*rows: Row) -> None:
+    def put(*rows: Printed) -> None:
         monkeypatch.setattr("linvit.measurement.published.TABLES", {"small": small(*rows)})
 
     return put
@@ -112,7 +112,9 @@ def test_json(table: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lines_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "compare", lambda table: rows(next(k for k, t in TABLES.items() if t is table)))
+    monkeypatch.setattr(
+        measurement, "compare_table", lambda table: rows(next(k for k, t in TABLES.items() if t is table))
+    )
     code, out = run(capsys)
     assert code == 0 and "…" not in out.replace("QT-ViT-1 … 6", "")
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 100
@@ -133,6 +135,6 @@ def test_printed_digits() -> None:
 
 
 def test_compare_row_counts_the_papers_way() -> None:
-    row = Row("Without BatchNorm", "resnet10t", "4.9", left_out="batch_norm", options=LINEAR)
+    row = Printed("Without BatchNorm", "resnet10t", "4.9", left_out="batch_norm", options=LINEAR)
     found = compare_row(row, small(row))
     assert found.params.agrees and found.params.ours is not None and not found.failure

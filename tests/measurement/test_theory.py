@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from linvit.errors import LinvitError
-from linvit.figures.theory import draw
+from linvit.figures import plot_theory
 from linvit.measurement import closed_forms as closed
 from linvit.measurement.theory import PARTS, TOPICS, Finding, mean, measure, variance
 
@@ -119,5 +119,5 @@ def test_estimators() -> None:
 @pytest.mark.parametrize("suffix, magic", [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_plot_in_every_format(findings: list[Finding], tmp_path: Path, suffix: str, magic: bytes) -> None:
     path = tmp_path / f"theory{suffix}"
-    draw(findings, path)
+    plot_theory(findings, path)
     assert path.read_bytes().startswith(magic)

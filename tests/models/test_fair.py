@@ -222,7 +222,7 @@ def test_a_plan_changes_the_mechanism() -> None:
     torch.testing.assert_close(model(picture), same)
     linvit.convert(model, "xca", variant="fair", lpi=True)
     assert not torch.allclose(model(picture), same)
-    linvit.convert(model, "qt", input_size=(64, 64))
+    linvit.convert(model, "qt", size=(64, 64))
     assert {layer.before for layer in report.layers} == {"softmax"}
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -19,7 +19,7 @@ from linvit.training.alignment import AttentionAlignment, FeatureAlignment, host
 from linvit.training.contract import Objective
 from linvit.training.distillation import Distillation, Teacher, relative_error
 from linvit.training.losses import Supervised
-from tests.conversion.families import DROP, FAMILIES
+from tests.conversion.families import FAMILIES, permitting
 
 TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 2, "num_classes": 5}
 IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -147,7 +147,7 @@ CHOSEN = (
 def test_every_family_can_be_aligned(family: Any) -> None:
     model = family.build()
     student = copy.deepcopy(model)
-    linvit.convert(student, "relu_linear", drop=DROP)
+    linvit.convert(student, permitting("relu_linear"))
     teacher, images = Teacher(model), family.image()
     for objective in (
         AttentionAlignment(teacher, student),

@@ -32,7 +32,7 @@ RICH: dict[str, Any] = {"ema": 0.9, "accumulate": 2, "stages": STAGES, "log_step
 
 def rich_model() -> nn.Module:
     model = small_model(drop_path_rate=0.3, proj_drop_rate=0.1)
-    linvit.convert(model, "castling", input_size=(8, 8), threshold=0.1)  # 4/N keeps nothing of 5 tokens
+    linvit.convert(model, "castling", size=(8, 8), threshold=0.1)  # 4/N keeps nothing of 5 tokens
     return model
 
 

@@ -15,7 +15,7 @@ from tests.training.toys import engine, same, small_model, train, weights
 
 def castled(threshold: float | None = 0.1) -> torch.nn.Module:
     model = small_model()
-    linvit.convert(model, "castling", input_size=(8, 8), threshold=threshold)
+    linvit.convert(model, "castling", size=(8, 8), threshold=threshold)
     return model
 
 

@@ -27,7 +27,7 @@ def pair() -> tuple[torch.nn.Module, torch.nn.Module]:
     """A teacher and its converted student."""
     teacher = small_model()
     student = copy.deepcopy(teacher)
-    linvit.convert(student, "stella", input_size=(8, 8))
+    linvit.convert(student, "stella", size=(8, 8))
     return teacher, student
 
 

@@ -256,7 +256,7 @@ def test_muon_leaves_tables_alone() -> None:
     attention = model.layers[0].blocks[0].attn
     assert id(attention.qkv.weight) in moved and id(attention.relative_position_bias_table) not in moved
     model = small_model()
-    linvit.convert(model, "window", input_size=(8, 8), window=2, bias=True)
+    linvit.convert(model, "window", size=(8, 8), window=2, bias=True)
     made = make_optimiser(Config(optimiser="muon"), model, select_trainable(model, "all"))
     table = id(model.blocks[0].attn.mechanism.table)
     (group,) = [group for group in made.param_groups if table in {id(p) for p in group["params"]}]

@@ -16,7 +16,7 @@ from linvit.conversion import find_hosts
 from linvit.training import projections
 from linvit.training.distillation import Teacher, relative_error
 from linvit.training.projections import Heard, fit_projections, places_of
-from tests.conversion.families import DROP, FAMILIES
+from tests.conversion.families import FAMILIES, permitting
 from tests.training.test_alignment import pair
 
 BATCHES = [(torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(i)), torch.zeros(16)) for i in range(4)]
@@ -139,7 +139,7 @@ def test_no_more_images_pass_than_there_is_room_for(images: int, monkeypatch: py
 def test_other_families(family) -> None:
     model = family.build()
     student = copy.deepcopy(model)
-    linvit.convert(student, "relu_linear", drop=DROP)
+    linvit.convert(student, permitting("relu_linear"))
     teacher, images = Teacher(model), family.image(batch=8)
     before = relative_error(student.eval()(images), model.eval()(images))
     names = fit_projections(teacher, student, [(images, images)])

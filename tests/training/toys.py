@@ -24,7 +24,7 @@ def small_model(plan: str | None = None, seed: int = 0, **args: Any) -> nn.Modul
     torch.manual_seed(seed)
     model = timm.create_model("vit_tiny_patch16_224", **{**SMALL, **args})
     if plan:
-        linvit.convert(model, plan, input_size=(8, 8))
+        linvit.convert(model, plan, size=(8, 8))
     return model
 
 

@@ -23,18 +23,53 @@ from linvit.attention import (  # noqa: F401  importing a file registers what it
     xca,
 )
 from linvit.attention.grid import TokenGrid
-from linvit.attention.mechanism import Capabilities, Mechanism, Shape, Size
+from linvit.attention.linear import (
+    Constant,
+    Direction,
+    EluPlusOne,
+    Feature,
+    Formula,
+    Fusion,
+    LinearAttention,
+    Normaliser,
+    ReLU,
+    RowSum,
+    Sigmoid,
+    Unnormalised,
+)
+from linvit.attention.local import GridConv, NormShortcut, TokenConv, begin_at_zero, values_at_queries
+from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, lift, regroup
 from linvit.attention.registry import create_attention, list_mechanisms, mechanism_class, options_of, register
 
 __all__ = [
+    "Call",
     "Capabilities",
+    "Constant",
+    "Direction",
+    "EluPlusOne",
+    "Feature",
+    "Formula",
+    "Fusion",
+    "GridConv",
+    "LinearAttention",
     "Mechanism",
+    "NormShortcut",
+    "Normaliser",
+    "ReLU",
+    "RowSum",
     "Shape",
+    "Sigmoid",
     "Size",
+    "TokenConv",
     "TokenGrid",
+    "Unnormalised",
+    "begin_at_zero",
     "create_attention",
+    "lift",
     "list_mechanisms",
     "mechanism_class",
     "options_of",
     "register",
+    "regroup",
+    "values_at_queries",
 ]

@@ -24,14 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.features import Direction
-from linvit.attention.linear import Fusion, LinearAttention
+from linvit.attention.linear import Constant, Direction, Formula, Fusion, LinearAttention
 from linvit.attention.local import TokenConv, values_at_queries
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, lift
-from linvit.attention.normalisers import Constant
 from linvit.attention.registry import register
 from linvit.errors import LinvitError
-from linvit.kernels.linear import Formula
 
 
 @register("castling", paper="Castling-ViT")
@@ -140,9 +137,6 @@ class Angular(Mechanism):
         if call.mask is not None:
             weights = weights * call.mask[:, None, None, :]
         return weights / (weights.sum(-1, keepdim=True) + self.eps) if self.variant == "row_sum" else weights
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        return self.implied_map(q, k, call) @ v
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return F.normalize(out, dim=-1, eps=self.eps) if self.variant == "output_norm" else out

@@ -16,30 +16,16 @@ there are any. eps = 1e-6 as in the released code.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.features import ReLU
 from linvit.attention.grid import TokenGrid
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import LinearAttention, ReLU, RowSum
 from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.normalisers import RowSum
 from linvit.attention.registry import register
-
-
-@dataclass(frozen=True)
-class ClampedRowSum(RowSum):
-    """1 / max(phi(q) · Σ phi(k), eps): rows sum to exactly one unless hardly anything matches."""
-
-    def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor:
-        return 1 / (phi_q @ phi_k.sum(-2).unsqueeze(-1)).clamp_min(self.eps)
-
-    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
-        return {"row_sum": True, "clamp": True, "eps": self.eps}
 
 
 @register("cosformer", paper="cosFormer")
@@ -49,7 +35,7 @@ class CosFormer(LinearAttention):
 
     def __init__(self, shape: Shape, *, variant: str | None = None, eps: float = 1e-6) -> None:
         super().__init__(shape, variant=variant)
-        self.normaliser = ClampedRowSum(eps)
+        self.normaliser = RowSum(eps, clamp=True)
         self.capabilities = replace(self.capabilities, grid=self.variant == "grid", equivariant=False)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,9 @@ their sum divides it afterwards.
 
 from torch import Tensor
 
-from linvit.attention.linear import Fusion, LinearAttention
+from linvit.attention.linear import Formula, Fusion, LinearAttention, Unnormalised
 from linvit.attention.mechanism import Call
-from linvit.attention.normalisers import Unnormalised
 from linvit.attention.registry import register
-from linvit.kernels.linear import Formula
 
 
 @register("efficient", paper="Efficient Attention; Fair Comparison (EA); CoaT")
@@ -31,9 +29,6 @@ class Efficient(LinearAttention):
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         query = q.softmax(-1) if self.variant == "softmax" else q * q.shape[-1] ** -0.5
         return query, call.keep(k, float("-inf")).softmax(-2)
-
-    def width(self, head_dim: int) -> int:
-        return head_dim
 
     def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
         if self.variant == "softmax":

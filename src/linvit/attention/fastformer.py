@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size
+from linvit.attention.mechanism import NO_KERNEL, ONLY_BFLOAT16, Call, Capabilities, Mechanism, Shape, Size
 from linvit.attention.registry import register
 from linvit.errors import LinvitError
 
@@ -46,14 +46,16 @@ class Fastformer(Mechanism):
         global_key = self.pool(pooled, self.key_score(mixed), call)
         return global_key * (q if self.original else v)
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         """In bfloat16 as it comes, every tensor read where it lies.
 
         The heads are side by side in one matrix product, of which the blocks on the diagonal count, and the global
         query goes into the score's weight, so that q_g ⊙ k is not made.
         """
-        if self.impl == "triton" or q.dtype != torch.bfloat16:
-            return None
+        if self.impl == "triton":
+            return NO_KERNEL
+        if q.dtype != torch.bfloat16:
+            return ONLY_BFLOAT16
         rows_q, rows_k = (t.transpose(1, 2).flatten(2) for t in (q, k))
         weight, bias = self.query_score.spread()
         global_query = self.pool_rows(rows_q, rows_q @ weight.to(q.dtype) + bias, call)

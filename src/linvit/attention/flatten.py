@@ -14,30 +14,17 @@ With pooled keys the code resizes v linearly along the raster order before the c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import LinearAttention, RowSum
 from linvit.attention.local import GridConv
 from linvit.attention.mechanism import Call, Capabilities, Shape, Size
-from linvit.attention.normalisers import RowSum
 from linvit.attention.qt import KeyPosition
 from linvit.attention.registry import register
-
-
-@dataclass(frozen=True)
-class RowMean(RowSum):
-    """The row sum with eps beside the mean over keys, not beside their sum."""
-
-    def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor:
-        return 1 / (phi_q @ phi_k.sum(-2).unsqueeze(-1) + self.eps * call.keys)
-
-    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
-        return {"row_sum": True, "eps": self.eps * keys}  # masked keys count too, a part in a million
 
 
 @register("focused", paper="FLatten Transformer")
@@ -49,7 +36,7 @@ class Focused(LinearAttention):
     def __init__(self, shape: Shape, *, power: int = 3, kernel_size: int = 5, eps: float = 1e-6) -> None:
         super().__init__(shape)
         self.power, self.eps = power, eps
-        self.normaliser = RowMean(eps)
+        self.normaliser = RowSum(eps, per_key=True)
         self.scale = nn.Parameter(torch.zeros(shape.heads or 1, 1, shape.head_dim or 1))
         self.position = KeyPosition(shape)
         self.local = GridConv(shape.values, kernel_size)
@@ -62,9 +49,6 @@ class Focused(LinearAttention):
         length = torch.linalg.vector_norm(r, dim=(1, 3), keepdim=True)
         powers = (r / length) ** self.power  # of unit length first: 1e-6 cubed and squared leaves float32's range
         return powers * (length / torch.linalg.vector_norm(powers, dim=(1, 3), keepdim=True))
-
-    def width(self, head_dim: int) -> int:
-        return head_dim
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         _, patches = call.key_grid.split(call.keep(v))

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import LinearAttention, Unnormalised
 from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.normalisers import Unnormalised
 from linvit.attention.registry import register
 
 
@@ -71,9 +70,6 @@ class Flow(LinearAttention):
         ratio = 1.0 if call.grid == call.key_grid else call.grid.tokens / call.keys
         competition = call.keep(conserved_out.clamp(-1, 1), float("-inf")).softmax(-2) * call.keys
         return phi_q * (conserved_in * ratio).sigmoid() / incoming, phi_k * competition
-
-    def width(self, head_dim: int) -> int:
-        return head_dim
 
     def feature_macs(self, size: Size) -> int:
         return size.batch * size.heads * size.head_dim * 2 * (size.queries + size.keys)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import LinearAttention, RowSum
 from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.normalisers import RowSum
 from linvit.attention.registry import register
 
 

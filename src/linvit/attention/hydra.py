@@ -14,9 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import LinearAttention, Unnormalised
 from linvit.attention.mechanism import Call, Capabilities, Shape, Size, regroup
-from linvit.attention.normalisers import Unnormalised
 from linvit.attention.registry import register
 
 

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import Constant, LinearAttention
 from linvit.attention.local import values_at_queries
 from linvit.attention.mechanism import Call, Capabilities, Shape, Size, run
-from linvit.attention.normalisers import Constant
 from linvit.attention.registry import register
 from linvit.errors import LinvitError, unknown
 

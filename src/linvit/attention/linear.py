@@ -1,24 +1,143 @@
 """The base of most mechanisms: `out = local(v) + norm(phi(q) · (phi(k)ᵀ · v))`.
 
-A subclass names its feature map and its normaliser; this class derives the reference, the implied map, the MAC count
-and the use of the fused kernel from them. A feature map that the kernel has runs inside it; any other runs in PyTorch
-and its features go through the kernel as they are.
+A subclass names its feature map and its normaliser; `LinearAttention` derives the reference, the implied map, the MAC
+count and the use of the fused kernel from them. A feature map that the kernel has runs inside it; any other runs in
+PyTorch and its features go through the kernel as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from linvit.attention.features import Feature
 from linvit.attention.grid import TokenGrid
 from linvit.attention.mechanism import Call, Mechanism, Shape, Size, lift
-from linvit.attention.normalisers import Normaliser
-from linvit.errors import LinvitError
 from linvit.kernels import linear as kernel
+from linvit.kernels.fused import plain, signature_of, unserved
+from linvit.kernels.linear import Formula
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature map phi without parameters, along head_dim. `width` is its output size for a given head_dim."""
+
+    kernel: ClassVar[str | None] = None  # what the fused kernel calls it, where it has it
+    eps: ClassVar[float] = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def width(self, head_dim: int) -> int:
+        return head_dim
+
+
+class ReLU(Feature):
+    """max(x, 0)"""
+
+    kernel = "relu"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+
+class EluPlusOne(Feature):
+    """elu(x) + 1"""
+
+    kernel = "elu_plus_one"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.elu(x) + 1
+
+
+class Sigmoid(Feature):
+    """1 / (1 + exp(−x))"""
+
+    kernel = "sigmoid"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+
+@dataclass(frozen=True)
+class Direction(Feature):
+    """x / ‖x‖₂"""
+
+    kernel = "direction"
+    eps: float = 1e-6  # type: ignore[misc]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """The factor that each query's output is multiplied with, `(batch, heads, queries, 1)` or what broadcasts to it."""
+
+    def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor | float:
+        raise NotImplementedError
+
+    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
+        """The same in the words of the fused kernel's formula, for `keys` keys; None where it has none."""
+        return None
+
+    def under_mask(self, call: Call, head_dim: int) -> Tensor | float:
+        """What the kernel's output is still to be multiplied with because a mask leaves fewer keys."""
+        return 1.0
+
+    def macs_per_query(self, width: int) -> int:
+        """Multiply-accumulates for one query of one head, `width` features wide."""
+        return 0
+
+
+@dataclass(frozen=True)
+class RowSum(Normaliser):
+    """1 / (phi(q) · Σ phi(k) + eps): every row of the implied map sums to one. A row without a match goes to zero."""
+
+    eps: float = 1e-6
+    clamp: bool = False  # the sum is at least eps, to which nothing is added: rows sum to exactly one
+    per_key: bool = False  # eps stands beside the mean over keys, not beside their sum
+
+    def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor:
+        total, eps = phi_q @ phi_k.sum(-2).unsqueeze(-1), self.eps * call.keys if self.per_key else self.eps
+        return 1 / (total.clamp_min(eps) if self.clamp else total + eps)
+
+    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
+        eps = self.eps * keys if self.per_key else self.eps  # masked keys count too, a part in a million
+        return {"row_sum": True, "clamp": self.clamp, "eps": eps}
+
+    def macs_per_query(self, width: int) -> int:
+        return width
+
+
+@dataclass(frozen=True)
+class Constant(Normaliser):
+    """A constant of the number of keys and the head_dim: nothing to divide by, nothing to blow up."""
+
+    factor: Callable[[int | Tensor, int], Tensor | float]
+
+    def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> Tensor | float:
+        return self.factor(call.keys, head_dim)
+
+    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
+        return {"scale": float(self.factor(keys, head_dim))}
+
+    def under_mask(self, call: Call, head_dim: int) -> Tensor | float:
+        return self.factor(call.keys, head_dim) / self.factor(call.key_grid.tokens, head_dim)
+
+
+class Unnormalised(Normaliser):
+    """One: nothing is divided by."""
+
+    def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> float:
+        return 1.0
+
+    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -27,27 +146,23 @@ class Fusion:
 
     q: Tensor
     k: Tensor
-    formula: kernel.Formula
+    formula: Formula
     constant: Tensor | None = None  # added to every product of a query and a key
 
-    def plain(self, q: Tensor, k: Tensor) -> bool:
-        """Whether the kernel takes q and k as they are, and a formula that shapes and options alone decide."""
-        return self.q is q and self.k is k and self.constant is None
 
-
-MOST_SERVED = 256  # shapes that a mechanism remembers; a service may see any number of them
+MOST_KNOWN = 256  # signatures that a mechanism keeps; a service may see any number of them
 UNKNOWN: tuple[str, TokenGrid | None, Any] = ("", None, None)
 
 
 class LinearAttention(Mechanism):
     """Linear attention by a feature map and a normaliser; override `features` for maps with parameters."""
 
-    feature: Feature
+    feature: Feature = Feature()
     normaliser: Normaliser
 
     def __init__(self, shape: Shape, *, variant: str | None = None) -> None:
         super().__init__(shape, variant=variant)
-        self.served: dict[tuple[Any, ...], tuple[str, TokenGrid, kernel.Formula]] = {}
+        self.known: dict[tuple[Any, ...], tuple[str, TokenGrid, Formula]] = {}  # by signature, calls for the short way
 
     def forward(
         self,
@@ -65,21 +180,24 @@ class LinearAttention(Mechanism):
 
         The checks take the host longer than the launch, and at small sizes the host is what one waits for.
         """
-        if key_grid is None and mask is None and bias is None and self.served and kernel.plain(q):
-            sort = kernel.sort_of(q, k, v)
-            impl, known, formula = self.served.get(sort, UNKNOWN)
+        if key_grid is None and mask is None and bias is None and self.known and plain(q):
+            signature = signature_of(q, k, v)
+            impl, known, formula = self.known.get(signature, UNKNOWN)
             if impl == self.impl and (grid is known or grid is None or grid == known):
-                return kernel.attend(q, k, v, formula, sort=sort)
+                return kernel.op(q, k, v, None, None, formula, signature)
         return super().forward(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x)
 
-    def remember(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> None:
-        """Let calls like this one take the short way, if the kernel does all there is to do."""
-        plain = type(self).finish is Mechanism.finish and type(self).finish_fused is LinearAttention.finish_fused
-        plain = plain and not (self.capabilities.grid or self.capabilities.input)
-        if plain and fusion.plain(q, k) and call.mask is None and call.grid == call.key_grid and kernel.plain(q):
-            if len(self.served) >= MOST_SERVED:
-                self.served.clear()
-            self.served[kernel.sort_of(q, k, v)] = (self.impl, call.grid, fusion.formula)
+    def learn(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> None:
+        """Let calls like this one take the short way, if the kernel takes q and k as they are and does all there is to
+        do, by a formula that shapes and options alone decide."""
+        steps, bare = (type(self).finish, type(self).finish_fused), (Mechanism.finish, LinearAttention.finish_fused)
+        can = self.capabilities
+        if steps != bare or can.grid or can.input or call.mask is not None or not plain(q):
+            return
+        if fusion.q is q and fusion.k is k and fusion.constant is None and call.grid == call.key_grid:
+            if len(self.known) >= MOST_KNOWN:
+                self.known.clear()
+            self.known[signature_of(q, k, v)] = (self.impl, call.grid, fusion.formula)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k); masked keys are zeroed afterwards."""
@@ -116,33 +234,34 @@ class LinearAttention(Mechanism):
         if norm is None or type(self).core is not LinearAttention.core:
             return "it computes more than the kernel's formula"
         if type(self).features is LinearAttention.features and self.feature.kernel is not None:
-            return Fusion(q, k, kernel.Formula(self.feature.kernel, feature_eps=self.feature.eps, **norm))
+            return Fusion(q, k, Formula(self.feature.kernel, feature_eps=self.feature.eps, **norm))
         if self.width(q.shape[-1]) > kernel.WIDEST[q.dtype.itemsize]:
             return f"its {self.width(q.shape[-1])} features per head are too many"
         phi_q, phi_k = self.features(lift(q), lift(k), call)
-        return Fusion(phi_q, phi_k, kernel.Formula("identity", **norm))
+        return Fusion(phi_q, phi_k, Formula("identity", **norm))
 
     def finish_fused(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """`finish`, less what of it the kernel did."""
         return self.finish(out, q, k, v, call)
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        why = kernel.unserved(q, k, v)
-        fusion = self.fusion(q, k, call) if why is None else why
-        if not isinstance(fusion, str):
-            # Features computed outside come in float32, and float16 has too small a range for them.
-            dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
-            q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
-            why = kernel.why_not(q_, k_, v_, fusion.formula)
-            if why is None:
-                self.remember(q, k, v, call, fusion)
-                out = kernel.attend(q_, k_, v_, fusion.formula, call.mask, fusion.constant)
-                if call.mask is not None:
-                    out = out * self.normaliser.under_mask(call, q.shape[-1])
-                return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)
-        if self.impl == "triton":
-            raise LinvitError(f"{self.name} cannot run on the Triton kernel: {why or fusion}")
-        return self.by_map(q, k, v, call)
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
+        fusion = unserved(q, k, v) or self.fusion(q, k, call)
+        out = fusion if isinstance(fusion, str) else self.by_kernel(q, k, v, call, fusion)
+        mapped = self.by_map(q, k, v, call) if isinstance(out, str) and self.impl != "triton" else None
+        return out if mapped is None else mapped
+
+    def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> Tensor | str:
+        # Features computed outside come in float32, and float16 has too small a range for them.
+        dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
+        q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
+        why = kernel.why_not(q_, k_, v_, fusion.formula)
+        if why is not None:
+            return why
+        self.learn(q, k, v, call, fusion)
+        out = kernel.op(q_, k_, v_, call.mask, fusion.constant, fusion.formula)
+        if call.mask is not None:
+            out = out * self.normaliser.under_mask(call, q.shape[-1])
+        return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)
 
     def by_map(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
         """The products in the other order, where that is cheaper: with few tokens the N×N map is small."""

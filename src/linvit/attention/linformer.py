@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size
+from linvit.attention.mechanism import NO_KERNEL, Call, Capabilities, Mechanism, Shape, Size
 from linvit.attention.registry import register
 
 
@@ -52,10 +52,12 @@ class Linformer(Mechanism):
         low_v = along_tokens(self.for_values or self.for_keys, call.keep(v))
         return self.attention(q, k, call) @ low_v
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        """By PyTorch's softmax attention over the few; float16 has too small a range for sums over tokens."""
-        if self.impl == "triton" or q.dtype == torch.float16:
-            return None
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
+        """By PyTorch's softmax attention over the few."""
+        if self.impl == "triton":
+            return NO_KERNEL
+        if q.dtype == torch.float16:
+            return "float16 has too small a range for sums over tokens"
         low_k = along_tokens(self.for_keys, call.keep(k))
         low_v = along_tokens(self.for_values or self.for_keys, call.keep(v))
         return F.scaled_dot_product_attention(q, low_k, low_v)

@@ -1,14 +1,16 @@
 """The contract of a mechanism: how tokens talk, `(q, k, v) -> out`.
 
 A mechanism is an `nn.Module`. The base class checks the arguments, lifts half precision to float32, keeps autocast
-outside, and leaves three things to a subclass: `core` (what is linear in v), `implied_map` (the N×N matrix that core
-multiplies v with) and `macs`. `finish` adds an output norm, a gate or a local branch.
+outside, and leaves three things to a subclass: `implied_map` (an N×N matrix), `core` (which multiplies v with it, most
+often in a better order) and `macs`. `finish` adds an output norm, a gate or a local branch.
 """
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -37,10 +39,6 @@ class Capabilities:
     equivariant: bool = True  # permuting the tokens permutes the output
     value: bool = True  # reads v at all
     between: bool = False  # adds a block-level step between attention and MLP
-
-    def words(self) -> list[str]:
-        """The capabilities that hold, by name."""
-        return [f.name for f in fields(self) if getattr(self, f.name)]
 
 
 @dataclass(frozen=True)
@@ -128,6 +126,10 @@ class Call:
         return kept.sum(1) / self.query_mask.sum(1, keepdim=True)
 
 
+NO_KERNEL = "it has no Triton kernel; use impl='auto' or 'reference'"
+ONLY_BFLOAT16 = "its faster way is for bfloat16 only"
+
+
 class Mechanism(nn.Module):
     """Base of every mechanism; see the module's docstring. `name` and `paper` are set by `register`."""
 
@@ -161,7 +163,7 @@ class Mechanism(nn.Module):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The plain PyTorch reference of the part that is linear in v, in float32 or float64."""
-        raise NotImplementedError
+        return self.implied_map(q, k, call) @ v
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Output norm, gate and local branch, if any."""
@@ -175,9 +177,9 @@ class Mechanism(nn.Module):
         """Exact multiply-accumulates of one call of the reference, local branch included."""
         raise NotImplementedError
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        """A faster way to the same output, or None where there is none. Not tried when impl is 'reference'."""
-        return None
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
+        """A faster way to the same output, or why there is none. Not tried when impl is 'reference'."""
+        return NO_KERNEL
 
     def after_projection(self, out: Tensor, q: Tensor) -> Tensor:
         """Hosts call this on the projected output `(batch, tokens, channels)`."""
@@ -213,27 +215,33 @@ class Mechanism(nn.Module):
         with outside_autocast(q.device):
             if self.impl != "reference":
                 out = self.fused(q, k, v, call)
-                if out is not None:
+                if not isinstance(out, str):
                     return out
                 if self.impl == "triton":
-                    raise LinvitError(f"{self.name} has no Triton kernel; use impl='auto' or 'reference'")
-            dtype = v.dtype
-            q, k, v = (lift(t) for t in (q, k, v))
-            out = self.core(q, k, v, call)
-            return self.finish(out, q, k, v, call).to(dtype)
+                    raise LinvitError(f"{self.name} cannot run on the Triton kernel: {out}")
+                if not torch.compiler.is_compiling():
+                    log_reference(self.name, out)
+            lifted = lift(q), lift(k), lift(v)
+            return self.finish(self.core(*lifted, call), *lifted, call).to(v.dtype)
 
-    def map(
-        self,
-        q: Tensor,
-        k: Tensor,
-        grid: TokenGrid | None = None,
-        *,
-        key_grid: TokenGrid | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """The implied map of the linear core, before any output norm and local branch: for pictures and tests."""
-        call = self._check(q, k, None, grid, key_grid, mask, bias, None)
+    @torch.no_grad()
+    def why_reference(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, **given: Any) -> str | None:
+        """Why impl="auto" takes the plain reference for such a call, or None where there is something faster.
+
+        It takes what a call takes, and finds out by trying. The first call for each reason also logs it, at level debug
+        of the logger "linvit".
+        """
+        call = self._check(q, k, v, grid, **given)
+        with outside_autocast(q.device):
+            out = self.fused(q, k, v, call)
+        return out if isinstance(out, str) else None
+
+    def map(self, q: Tensor, k: Tensor, grid: TokenGrid | None = None, **given: Any) -> Tensor:
+        """The implied map of the linear core, before any output norm and local branch: for pictures and tests.
+
+        It takes `key_grid`, `mask` and `bias` as a call does.
+        """
+        call = self._check(q, k, None, grid, **given)
         with outside_autocast(q.device):
             return self.implied_map(lift(q), lift(k), call)
 
@@ -243,10 +251,10 @@ class Mechanism(nn.Module):
         k: Tensor,
         v: Tensor | None,
         grid: TokenGrid | None,
-        key_grid: TokenGrid | None,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        x: Tensor | None,
+        key_grid: TokenGrid | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        x: Tensor | None = None,
     ) -> Call:
         can = self.capabilities
         for_map, v = v is None, k if v is None else v
@@ -294,9 +302,9 @@ class Mechanism(nn.Module):
                     f"the key mask must be boolean (batch, keys) = ({q.shape[0]}, {keys}), true for keys to use; "
                     f"got {mask.dtype} {tuple(mask.shape)}"
                 )
-        if bias is not None and not can.bias:
-            raise LinvitError(f"{self.name} cannot honour a bias on the logits")
         if bias is not None:
+            if not can.bias:
+                raise LinvitError(f"{self.name} cannot honour a bias on the logits")
             bias = bias[(None,) * (4 - bias.ndim)]
             whole = (q.shape[0], q.shape[1], queries, keys)
             fits = bias.ndim == 4 and q.shape[0] % max(1, len(bias)) == 0
@@ -305,6 +313,12 @@ class Mechanism(nn.Module):
         if can.input and x is None and not for_map:
             raise LinvitError(f"{self.name} reads the block's input: give x=(batch, tokens, channels)")
         return Call(grid, key_grid, mask, bias, x)
+
+
+@lru_cache(maxsize=1024)
+def log_reference(name: str, why: str) -> None:
+    """Once for each reason."""
+    logging.getLogger("linvit").debug("%s takes the reference: %s", name, why)
 
 
 def lift(x: Tensor) -> Tensor:
@@ -333,7 +347,3 @@ def regroup(x: Tensor, heads: int) -> Tensor:
     """The same channels in another number of heads: `(batch, h, tokens, d)` to `(batch, heads, tokens, h·d/heads)`."""
     batch, _, tokens, _ = x.shape
     return x.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
-
-
-def matmul_macs(batch: int, rows: int, inner: int, columns: int) -> int:
-    return batch * rows * inner * columns

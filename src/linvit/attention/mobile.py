@@ -34,14 +34,12 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from linvit.attention.flow import conserved_flows
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import Formula, LinearAttention, RowSum, Unnormalised
 from linvit.attention.mechanism import Call, Shape, Size, regroup, run
-from linvit.attention.normalisers import RowSum, Unnormalised
 from linvit.attention.registry import register
 from linvit.errors import LinvitError, unknown
 from linvit.kernels import linear
 from linvit.kernels import mobile as kernel
-from linvit.kernels.linear import Formula
 
 GATES = ("se", "glu")
 
@@ -124,25 +122,21 @@ class Mobile(LinearAttention):
         self.check_values(heads, v.shape[1], v.shape[3])
         return regroup(super().core(q, k, regroup(v, heads), call), v.shape[1])
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        small = self.small_head_dim or q.shape[3]
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         if self.competition:
+            small, released = self.small_head_dim or q.shape[3], self.variant == "released"
             why = kernel.why_not(q, k, v, small)
-            if why is None:
-                released = self.variant == "released"
-                out = kernel.mobile(q, k, v, small, released=released, eps=self.eps, mask=call.mask)
-                return self.finish(out, q, k, v, call).to(v.dtype)
+            if why is not None:
+                return why
+            out = kernel.mobile(q, k, v, small, released=released, eps=self.eps, mask=call.mask)
         else:
             heads, formula = self.small_heads(q.shape[1], q.shape[3]), Formula("sigmoid", row_sum=True, eps=self.eps)
             small_q, small_k, small_v = (regroup(t, heads) for t in (q, k, v))
             why = linear.why_not(small_q, small_k, small_v, formula)
-            if why is None:
-                out = linear.linear_attention(small_q, small_k, small_v, formula, call.mask)
-                out = regroup(out, v.shape[1])
-                return self.finish(out, q, k, v, call).to(v.dtype)
-        if self.impl == "triton":
-            raise LinvitError(f"{self.name} cannot run on the Triton kernel: {why}")
-        return None
+            if why is not None:
+                return why
+            out = regroup(linear.linear_attention(small_q, small_k, small_v, formula, call.mask), v.shape[1])
+        return self.finish(out, q, k, v, call).to(v.dtype)
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.gate is None:
@@ -154,9 +148,6 @@ class Mobile(LinearAttention):
             assert call.x is not None
             gate = run(self.gating, call.x.to(out.dtype))
         return (merged * gate).unflatten(2, (out.shape[1], out.shape[3])).transpose(1, 2)
-
-    def width(self, head_dim: int) -> int:
-        return head_dim
 
     def feature_macs(self, size: Size) -> int:
         if not self.competition:

@@ -25,9 +25,8 @@ import math
 import torch
 from torch import Tensor
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import LinearAttention, RowSum
 from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.normalisers import RowSum
 from linvit.attention.registry import register
 
 

@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention.grid import TokenGrid
-from linvit.attention.linear import Fusion, LinearAttention
+from linvit.attention.linear import Constant, Formula, Fusion, LinearAttention, RowSum, Unnormalised
 from linvit.attention.local import NormShortcut, values_at_queries
 from linvit.attention.mechanism import Call, Shape, lift
-from linvit.attention.normalisers import Constant, RowSum, Unnormalised
 from linvit.attention.registry import register
 from linvit.errors import LinvitError
-from linvit.kernels.linear import Formula
 
 
 @register("taylor", paper="ViTALiTy")

@@ -6,10 +6,8 @@
 Katharopoulos et al. EfficientViT's code has eps = 1e-15 and timm's 1e-5; the default here is 1e-6, in float32.
 """
 
-from linvit.attention.features import EluPlusOne, Feature, ReLU
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import EluPlusOne, Feature, LinearAttention, ReLU, RowSum
 from linvit.attention.mechanism import Shape
-from linvit.attention.normalisers import RowSum
 from linvit.attention.registry import register
 
 

@@ -9,9 +9,8 @@ reference here keeps the linear order, which gives the same result.
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.linear import LinearAttention
+from linvit.attention.linear import LinearAttention, Unnormalised
 from linvit.attention.mechanism import Call
-from linvit.attention.normalisers import Unnormalised
 from linvit.attention.registry import register
 
 
@@ -21,6 +20,3 @@ class SimA(LinearAttention):
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         return F.normalize(q, p=1, dim=-2, eps=1e-12), F.normalize(call.keep(k), p=1, dim=-2, eps=1e-12)
-
-    def width(self, head_dim: int) -> int:
-        return head_dim

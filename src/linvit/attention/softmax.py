@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Size, lift
+from linvit.attention.mechanism import NO_KERNEL, Call, Capabilities, Mechanism, Size, lift
 from linvit.attention.registry import register
-from linvit.errors import LinvitError
 from linvit.kernels import relu_quadratic as kernel
 
 
@@ -31,12 +30,9 @@ class Softmax(Mechanism):
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.logits(q, k, call).softmax(-1)
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        return self.implied_map(q, k, call) @ v
-
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         if self.impl == "triton":
-            return None
+            return NO_KERNEL
         bias = call.whole_bias(len(q))
         if call.mask is not None and bias is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask[:, None, None, :])
@@ -61,10 +57,9 @@ class ReluQuadratic(Softmax):
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return torch.relu(self.logits(q, k, call)) / call.keys
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         why = kernel.why_not(q, k, v, call.bias)
         if why is None:
             return kernel.relu_quadratic(q, k, v, call.mask, call.bias)
-        if self.impl == "triton":
-            raise LinvitError(f"{self.name} cannot run on the Triton kernel: {why}")
-        return kernel.on_cpu(q, k, v, call.mask, call.bias)
+        out = None if self.impl == "triton" else kernel.on_cpu(q, k, v, call.mask, call.bias)
+        return why if out is None else out

@@ -7,9 +7,7 @@ A constant takes the place of the row sum, so there is nothing to divide by and 
 text does not print it.
 """
 
-from linvit.attention.features import ReLU
-from linvit.attention.linear import LinearAttention
-from linvit.attention.normalisers import Constant
+from linvit.attention.linear import Constant, LinearAttention, ReLU
 from linvit.attention.registry import register
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention.grid import TokenGrid
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size
+from linvit.attention.mechanism import NO_KERNEL, Call, Capabilities, Mechanism, Shape, Size
 from linvit.attention.registry import register
 from linvit.errors import LinvitError
 
@@ -76,9 +76,11 @@ class Window(Mechanism):
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return self.mix(q, k, v, call, attend)
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        if call.mask is not None or self.impl == "triton":
-            return None
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
+        if self.impl == "triton":
+            return NO_KERNEL
+        if call.mask is not None:
+            return "PyTorch's own attention has no answer for windows in which a key mask leaves nothing"
         return self.mix(q, k, v, call, attend_fused)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, call: Call, attention: Callable[..., Tensor]) -> Tensor:

@@ -49,9 +49,9 @@ class WithLocal(Mechanism):
     def near(self, v: Tensor, call: Call) -> Tensor:
         return self.conv(values_at_queries(call.keep(v), call), call.grid)
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         out = self.inner.fused(q, k, v, call)
-        return None if out is None else out + self.near(v, call).to(out.dtype)
+        return out if isinstance(out, str) else out + self.near(v, call).to(out.dtype)
 
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.inner.implied_map(q, k, call)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention.grid import TokenGrid
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size
+from linvit.attention.mechanism import NO_KERNEL, ONLY_BFLOAT16, Call, Capabilities, Mechanism, Shape, Size
 from linvit.attention.registry import register
 
 
@@ -62,10 +62,12 @@ class CrossCovariance(Mechanism):
         attention = (q.transpose(-2, -1) @ k * scale).softmax(-1)
         return v @ attention.transpose(-2, -1)
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         """In bfloat16 as it comes: matrix units add in float32, and what is d × d or shorter is float32 here too."""
-        if self.impl == "triton" or q.dtype != torch.bfloat16:
-            return None
+        if self.impl == "triton":
+            return NO_KERNEL
+        if q.dtype != torch.bfloat16:
+            return ONLY_BFLOAT16
         q, k = call.keep(q), call.keep(k)
         scores = (q.transpose(-2, -1) @ k).float()
         if self.variant == "xcit":

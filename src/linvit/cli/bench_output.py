@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -27,14 +29,18 @@ def print_op(result: dict[str, Any]) -> None:
     made.add_column("eager, ours / sdpa")
     for line in compare_op(result):
         rows, cells = line["rows"], [str(line["shape"]), line["pass"], _ms(line["floor_ms"])]
-        cells += [_timed(rows.get("ours")), _number(line["times_floor"])]
+        cells += [_if_ok(rows.get("ours"), _timed), _number(line["times_floor"])]
         for name in OTHERS:
             faster = line["faster_than"][name]
-            cells.append(_timed(rows.get(name)) + ("" if faster is None else f" ({_number(faster)}×)"))
-        cells.append(" / ".join(_peak(rows.get(name)) for name in ("ours", "sdpa")))
-        cells.append(" / ".join(_eager(rows.get(name)) for name in ("ours", "sdpa")))
+            cells.append(_if_ok(rows.get(name), _timed) + ("" if faster is None else f" ({_number(faster)}×)"))
+        right = [row if row and row["status"] == "ok" else None for row in (rows.get("ours"), rows.get("sdpa"))]
+        cells.append(" / ".join(f"{row['peak_bytes'] / MEBI:.3g}" if row else "–" for row in right))
+        cells.append(" / ".join(_ms(row["eager_ms"]["median"]) if row else "–" for row in right))
         made.add_row(*cells)
     _print(made)
+    reasons = Counter(row["why_reference"] for row in result["rows"] if "why_reference" in row)
+    for reason, rows in reasons.items():
+        print(f"{rows} rows of ours were measured on the plain reference: {reason.partition('; use impl')[0]}")
 
 
 def print_model(result: dict[str, Any]) -> None:
@@ -42,7 +48,7 @@ def print_model(result: dict[str, Any]) -> None:
     print(f"{result['model']} to {result['to']} in {result['dtype']} on {where['hardware']}, torch {where['torch']}")
     made = columns("pixels", "batch", "pass", "mode", "softmax, images/s", "converted, images/s", "ratio", "peak ratio")
     for line in compare_models(result):
-        speeds = [_speed(line["rows"].get(name)) for name in ("softmax", "converted")]
+        speeds = [_if_ok(line["rows"].get(name), _speed) for name in ("softmax", "converted")]
         cells = [str(line["resolution"]), str(line["batch"]), line["pass"], line["mode"], *speeds]
         made.add_row(*cells, _number(line["ratio"]), _number(line["memory_ratio"]))
     _print(made)
@@ -77,30 +83,19 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
-def _timed(row: dict[str, Any] | None) -> str:
-    """Median and half the distance of the quartiles; the status where there is no time."""
-    if row is None:
-        return ""
-    if row["status"] != "ok":
-        return row["status"]
+def _if_ok(row: dict[str, Any] | None, text: Callable[[dict[str, Any]], str]) -> str:
+    """What a row says; its status where the check or the run failed, nothing where it was not asked for."""
+    return "" if row is None else text(row) if row["status"] == "ok" else row["status"]
+
+
+def _timed(row: dict[str, Any]) -> str:
+    """Median and half the distance of the quartiles."""
     timing = row.get("graph_ms", row["eager_ms"])
     spread = (timing["high"] - timing["low"]) / 2 / timing["median"]
     return f"{_ms(timing['median'])} ±{spread:.0%}"
 
 
-def _peak(row: dict[str, Any] | None) -> str:
-    return f"{row['peak_bytes'] / MEBI:.3g}" if row and row["status"] == "ok" else "–"
-
-
-def _eager(row: dict[str, Any] | None) -> str:
-    return _ms(row["eager_ms"]["median"]) if row and row["status"] == "ok" else "–"
-
-
-def _speed(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    if row["status"] != "ok":
-        return row["status"]
+def _speed(row: dict[str, Any]) -> str:
     speed = row["images_per_second"]
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -12,10 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.arguments import image_size, numbers, pairs
-from linvit.cli.output import Json, console, print_json, progress, table
-from linvit.errors import LinvitError, NotHonoured, unknown_model
-from linvit.figures.files import check_picture
+from linvit.cli.arguments import (
+    Drop,
+    Keep,
+    ModelArg,
+    PlanOptions,
+    PlanText,
+    Pretrained,
+    Size,
+    image_size,
+    numbers,
+    pairs,
+)
+from linvit.cli.output import Json, console, print_json, progress, table, tracked
+from linvit.errors import LinvitError, NotHonoured
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,33 +31,28 @@ if TYPE_CHECKING:
     from linvit.conversion import Plan, Report
     from linvit.conversion.sensitivity import Sensitivity
 
-# What --drop may name: all that the hosts ask for and a mechanism may lack, whatever the model.
-FEATURES = ("relative_bias", "shift_mask", "talking_heads", "pooling", "rotary", "temperature", "attention_dropout")
-
 
 def convert(
     model: Annotated[str, typer.Argument(help="A timm model, or a folder that linvit saved.")] = "",
-    to: Annotated[str, typer.Option(help="A plan, a mechanism, or a plan's JSON file.", metavar="PLAN")] = "",
+    plan: PlanText = "",
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where to save it.")] = None,
-    keep: Annotated[int | None, typer.Option(help="So many layers stay quadratic (mixa) or as they are.")] = None,
+    keep: Keep = None,
     where: Annotated[str, typer.Option(help="Where --keep counts: first (unless told), last or alternating.")] = "",
     calibrate: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Measure on these images which layers mixa keeps.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="With --calibrate, a bar plot of it.")] = None,
     layers: Annotated[str, typer.Option(help="The layers to keep, from 0, with commas, in place of --keep.")] = "",
-    drop: Annotated[str, typer.Option(help="What may be given up, with commas, such as relative_bias.")] = "",
-    option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the plan.")] = None,
-    input_size: Annotated[str, typer.Option(help="Image size for positions, such as 384 or 384x512.")] = "",
+    drop: Drop = "",
+    option: PlanOptions = None,
+    size: Size = "",
     patch_size: Annotated[
         int | None, typer.Option(min=1, help="Resample the patch embedding, such as 16 to 14.")
     ] = None,
     window_size: Annotated[int | None, typer.Option(min=1, help="Resize Swin's windows, such as 7 to 14.")] = None,
-    pretrained: Annotated[bool, typer.Option(help="Fetch timm's weights.")] = True,
+    pretrained: Pretrained = True,
     checkpoint: Annotated[Path | None, typer.Option(metavar="FILE", help="Weights to use instead of timm's.")] = None,
-    model_arg: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")
-    ] = None,
+    model_arg: ModelArg = None,
     survey: Annotated[bool, typer.Option("--survey", help="Try every family of timm's models instead.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -58,57 +61,58 @@ def convert(
     What the plan's mechanisms cannot honour is an error until --drop names it. `linvit list plans` shows the plans.
 
     \b
-    Example: linvit convert deit_small_patch16_224 --to mixa --keep 6 -o deit_s_mixa
+    Example: linvit convert deit_small_patch16_224 --plan mixa --keep 6 -o deit_s_mixa
     """
     if survey:
         print_survey(as_json)
         return
-    for given, wanted in ((model, "a MODEL"), (to, "--to PLAN"), (output, "-o DIR")):
+    for given, wanted in ((model, "a MODEL"), (plan, "--plan PLAN"), (output, "-o DIR")):
         if not given:
-            raise LinvitError(f"give {wanted}: linvit convert deit_small_patch16_224 --to mixa -o deit_s_mixa")
+            raise LinvitError(f"give {wanted}: linvit convert deit_small_patch16_224 --plan mixa -o deit_s_mixa")
     assert output is not None
-    import linvit
-    from linvit.conversion import as_plan
+    from linvit.conversion import as_plan, open_model, resample, save
+    from linvit.conversion import convert as swap
+    from linvit.conversion.plan import split_options
 
     if output.is_file():
         raise LinvitError(f"{output} is a file: give a folder")
     measured = None
-    if calibrate is not None and (to != "mixa" or layers):
-        raise LinvitError("--calibrate measures which layers mixa keeps: give --to mixa and no --layers")
+    name, options = split_options(plan)
+    if calibrate is not None and (name != "mixa" or layers):
+        raise LinvitError("--calibrate measures which layers mixa keeps: give --plan mixa and no --layers")
     if plot is not None:
+        from linvit.figures import check_picture, plot_sensitivity
+
         check_picture(plot)
         if calibrate is None:
             raise LinvitError("--plot draws what --calibrate measures: give that too")
-    options = pairs(option, "--option")
+    options |= pairs(option, "--option")
     if where and keep is None:
         raise LinvitError("--where places the layers that --keep counts: give --keep too")
     if calibrate is not None and (where or options.keys() & {"keep", "where"}):
         raise LinvitError("--calibrate measures which layers to keep: say how many with --keep, and not where")
-    plan = read_plan(to, keep, where or "first", layers, options)
+    chosen = read_plan(plan, keep, where or "first", layers, pairs(option, "--option"))
     features(drop)  # a wrong name is told before any weights are fetched
-    size = image_size(input_size) if input_size else None
+    pixels = image_size(size) if size else None
     args = pairs(model_arg, "--model-arg")
-    built = build(model, pretrained and checkpoint is None, args, instead="--checkpoint FILE or --no-pretrained")
-    if checkpoint is not None:
-        linvit.load_weights(built, checkpoint)
-    resize(built, size, patch_size, window_size)
+    instead = "--checkpoint FILE or --no-pretrained"
+    built = open_model(model, pretrained=pretrained, args=args, checkpoint=checkpoint, instead=instead)
+    resample(built, size=pixels, patch_size=patch_size, window_size=window_size)
     with dropping(drop) as given_up:
         if calibrate is not None:
-            measured = measure(built, calibrate, 6 if keep is None else keep, {*given_up, *plan.drop})
-            plan = as_plan("mixa", **{**options, "keep": measured.keep})
-        report = replace(linvit.convert(built, plan, drop=given_up, input_size=size), sensitivity=measured)
-    linvit.save(built, output, model_args=None if Path(model).is_dir() else args)
+            measured = measure(built, calibrate, 6 if keep is None else keep, given_up)
+            chosen = as_plan("mixa", **{**options, "keep": measured.keep})
+        report = replace(swap(built, chosen, drop=given_up, size=pixels), sensitivity=measured)
+    save(built, output, model_args=None if Path(model).is_dir() else args)
     if as_json:
         print_json({"model": model, "output": str(output), **asdict(report)})
     else:
         print_report(report, output)
     if measured is not None and plot is not None:
-        from linvit.figures.sensitivity import draw
-
-        draw(measured, plot)
+        plot_sensitivity(measured, plot)
 
 
-def measure(model: nn.Module, folder: Path, keep: int, drop: set[str]) -> Sensitivity:
+def measure(model: nn.Module, folder: Path, keep: int, drop: list[str]) -> Sensitivity:
     """The sensitivity of the layers on a folder's images, with a bar for the wait. The plan's option, a local branch,
     starts at zero and turns no outputs, so it is measured without."""
     from linvit.conversion.calibration import calibration_images
@@ -119,32 +123,28 @@ def measure(model: nn.Module, folder: Path, keep: int, drop: set[str]) -> Sensit
         return measure_sensitivity(model, calibration_images(folder, model), keep=keep, drop=drop, advance=advance)
 
 
-def read_plan(to: str, keep: int | None, where: str, layers: str, options: dict[str, Any]) -> Plan:
-    """The plan by its name or from its file, with the layers to keep."""
-    from linvit.conversion import Plan, Rule, as_plan
-    from linvit.conversion.plan import Pick
+def read_plan(text: str, keep: int | None, where: str, layers: str, options: dict[str, Any]) -> Plan:
+    """The plan as it is typed, with the layers to keep."""
+    from linvit.conversion import Rule
+    from linvit.conversion.plan import Pick, parse_plan, split_options
 
     if keep is not None and layers:
         raise LinvitError("--keep counts layers and --layers names them: give one of the two")
     named = tuple(numbers(layers, least=0)) if layers else None
-    if to == "mixa" and (named or keep is not None):
-        if options.keys() & {"keep", "where"}:
+    name, own = split_options(text)
+    if name == "mixa" and (named or keep is not None):
+        if (own | options).keys() & {"keep", "where"}:
             raise LinvitError("the layers to keep are given twice: give --keep and --where, or --layers, or --option")
-        return as_plan("mixa", **options, **({"keep": named} if named else {"keep": keep, "where": where}))
-    if to.endswith(".json"):
-        try:
-            plan = Plan.from_dict(json.loads(Path(to).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise LinvitError(f"{to} is no plan: {error}") from None
-        plan = as_plan(plan, **options)
-    else:
-        plan = as_plan(to, **options)
+        return parse_plan(text, **options, **({"keep": named} if named else {"keep": keep, "where": where}))
+    plan = parse_plan(text, **options)
     kept = named if named or keep is None else Pick(keep, where)
     return plan if kept is None else replace(plan, rules=(Rule(None, layers=kept), *plan.rules))
 
 
 def features(drop: str) -> list[str]:
     """The names in --drop; one that no model's attention has is a mistake."""
+    from linvit.conversion.host import FEATURES
+
     named = [feature.strip() for feature in drop.split(",") if feature.strip()]
     for feature in named:
         if feature not in FEATURES:
@@ -163,46 +163,6 @@ def dropping(drop: str) -> Iterator[list[str]]:
         raise LinvitError(f"{lacking.reason}: --drop {together} gives up what it cannot") from None
 
 
-def build(name: str, pretrained: bool, args: dict[str, Any], instead: str = "--no-pretrained") -> nn.Module:
-    """The model with its weights: from a folder of ours, or from timm. `instead` are the options that spare timm's."""
-    import timm
-
-    import linvit
-
-    if Path(name).is_dir():
-        if args:
-            raise LinvitError(f"{name} is a saved model, which is built as it was: leave out --model-arg")
-        return linvit.load(name)
-    if not timm.is_model(name):
-        raise unknown_model("model", name, timm.list_models())
-    if pretrained:
-        from huggingface_hub.utils import logging
-
-        logging.set_verbosity_error()  # it tells of every retry; one line comes at the end
-        if sys.stderr.isatty():
-            print(f"fetching the weights of {name}", file=sys.stderr)
-    try:
-        return timm.create_model(name, pretrained=pretrained, **args)
-    except LinvitError:
-        raise
-    except Exception as error:  # whatever the hub, the network or the model's constructor makes of it
-        if not pretrained:
-            raise LinvitError(f"{name} cannot be built with {args}: {error}") from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
-        raise LinvitError(f"cannot get the pretrained weights of {name} ({reason}); give {instead}") from error
-
-
-def resize(model: nn.Module, size: tuple[int, int] | None, patch: int | None, window: int | None) -> None:
-    """Resample what has a size, where that is asked for or the model fixes its image size."""
-    from linvit.conversion import resample_patches, resample_windows
-
-    if window is not None:
-        resample_windows(model, window, size)
-    if patch is not None or (size is not None and hasattr(model, "set_input_size")):
-        embed: Any = model.patch_embed if hasattr(model, "patch_embed") else None
-        resample_patches(model, patch or embed.patch_size[0], size)
-
-
 def print_report(report: Report, folder: Path) -> None:
     made = table(layer=-5, name=20, before=10, after=16, note=10)
     for layer in report.layers:
@@ -216,7 +176,7 @@ def print_report(report: Report, folder: Path) -> None:
     out.print(made)
     out.print(str(report).splitlines()[0])
     if report.removed:
-        out.print(f"{len(report.removed)} parameters of dropped features are gone.")
+        out.print(report.losses)
     out.print(f"Saved to {folder}: linvit.load('{folder}') reads it.", style="italic")
 
 
@@ -236,13 +196,9 @@ def print_sensitivity(measured: Sensitivity) -> None:
 
 
 def print_survey(as_json: bool) -> None:
-    from linvit.conversion.survey import families, survey
+    from linvit.conversion.surveying import families, survey
 
-    rows = []
-    with progress("surveying", len(families())) as advance:
-        for row in survey():
-            rows.append(row)
-            advance()
+    rows = list(tracked(survey(), "surveying", len(families())))
     if as_json:
         print_json([asdict(row) for row in rows])
         return

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from linvit.cli.arguments import Loader, ModelArg, Root, Workers, pairs
-from linvit.cli.convert import build
 from linvit.cli.output import Json, console, print_json, progress, table
 from linvit.errors import LinvitError
 
@@ -48,6 +47,7 @@ def eval_(
     \b
     Example: linvit eval runs/mixa/best --data imagenet --teacher deit_tiny_patch16_224
     """
+    from linvit.conversion.opening import open_model
     from linvit.tasks.classify import Preprocessing
     from linvit.tasks.classify.checks import check_teacher_size, outputs_of
     from linvit.tasks.classify.classes import match_classes
@@ -72,7 +72,7 @@ def eval_(
         print(f"{data} has no splits: all {len(images):,} images are measured", file=sys.stderr)
     if not (images.labelled or teacher):
         raise LinvitError(f"{data} has no labels: put images in CLASS folders, or give --teacher to compare with")
-    built = build(model, pretrained, pairs(model_arg, "--model-arg")).to(accelerator.device)
+    built = open_model(model, pretrained=pretrained, args=pairs(model_arg, "--model-arg")).to(accelerator.device)
     images = match_classes(images, built, outputs_of(built))
     if images.note and accelerator.is_main_process:
         print(images.note, file=sys.stderr)
@@ -103,7 +103,7 @@ def was_held_out(model: str, images: int) -> bool:
     """Whether the model is from a training that held out a part of a set of so many images."""
     from linvit.conversion.saving import read_config
 
-    return Path(model).is_dir() and read_config(Path(model)).get("held_out_of") == images
+    return Path(model).is_dir() and read_config(Path(model)).held_out_of == images
 
 
 def print_evaluation(found: Evaluation, per_class: bool) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import inspect
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from linvit.cli.output import Json, console, print_json, table
 from linvit.errors import unknown
-
-if TYPE_CHECKING:
-    from linvit.attention import Mechanism
 
 # Words for capabilities: said of a mechanism when it has them, or when it lacks what nearly every other has.
 HAS = {"bias": "takes bias", "grid": "needs grid", "input": "needs x", "between": "block step"}
@@ -40,44 +37,33 @@ def list_(
     \b
     Example: linvit list mechanisms
     """
-    kinds = {"mechanisms": mechanisms, "models": models, "plans": plans}
+    kinds = {
+        "mechanisms": (mechanisms, print_mechanisms),
+        "models": (models, print_models),
+        "plans": (plans, print_plans),
+    }
     if what and what not in kinds:
         raise unknown("thing to list", what, kinds)
-    found = {kind: rows() for kind, rows in kinds.items() if what in ("", kind)}
+    found = {kind: rows() for kind, (rows, _) in kinds.items() if what in ("", kind)}
     if as_json:
         print_json(found)
         return
-    printers = {"mechanisms": print_mechanisms, "models": print_models, "plans": print_plans}
-    for position, (kind, rows) in enumerate(found.items()):
+    for position, (kind, listed) in enumerate(found.items()):
         if position:
             console().print()
-        printers[kind](rows)
+        kinds[kind][1](listed)
 
 
 def mechanisms() -> list[dict[str, Any]]:
-    from linvit.attention import list_mechanisms, mechanism_class, options_of
+    from linvit.attention import TokenGrid, create_attention, list_mechanisms, options_of
 
     rows = []
     for name in list_mechanisms():
-        cls = mechanism_class(name)
+        made = create_attention(name, heads=2, head_dim=8, grid=TokenGrid(4, 4))  # capabilities may depend on options
         options = {option: default for option, default in options_of(name).items() if option != "variant"}
-        rows.append(
-            {
-                "name": name,
-                "paper": cls.paper,
-                "variants": list(cls.variants),
-                "options": options,
-                "capabilities": asdict(build(name).capabilities),
-            }
-        )
+        row = {"name": name, "paper": made.paper, "variants": list(made.variants), "options": options}
+        rows.append(row | {"capabilities": asdict(made.capabilities)})
     return rows
-
-
-def build(name: str) -> Mechanism:
-    """A small one with its default options: capabilities may depend on them."""
-    from linvit.attention import TokenGrid, create_attention
-
-    return create_attention(name, heads=2, head_dim=8, grid=TokenGrid(4, 4))
 
 
 def models() -> list[dict[str, Any]]:

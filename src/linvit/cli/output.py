@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+T = TypeVar("T")
 PATIENCE = 2.0  # seconds before a progress bar appears
 WIDTH = 100  # no line is longer
 INTERRUPTED = 130  # the shell's code for Ctrl-C
@@ -65,3 +66,11 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
         timer.cancel()
         timer.join()
         bar.stop()
+
+
+def tracked(rows: Iterable[T], what: str, total: int) -> Iterator[T]:
+    """The rows as they are made, each with a step of a progress bar."""
+    with progress(what, total) as advance:
+        for row in rows:
+            yield row
+            advance()

@@ -25,8 +25,8 @@ def masks(
     \b
     Example: linvit show masks runs/castling -o masks.png
     """
-    from linvit.figures.files import check_picture
-    from linvit.figures.masks import mask_lines, plot_masks
+    from linvit.figures import check_picture, plot_masks
+    from linvit.figures.masks import mask_lines
     from linvit.training.logs import read_log
 
     path = output or run / "masks.png"

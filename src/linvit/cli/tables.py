@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.output import Json, console, print_json, progress, table
+from linvit.cli.output import Json, console, print_json, table, tracked
 from linvit.errors import unknown
 
 if TYPE_CHECKING:
@@ -31,29 +31,26 @@ def tables(
     Example: linvit tables fair --check
     """
     from linvit.measurement.published import TABLES
-    from linvit.measurement.tables import compare
+    from linvit.measurement.tables import compare_table
 
     if name is not None and name not in TABLES:
         raise unknown("table", name, TABLES)
     chosen = {key: found for key, found in TABLES.items() if name in (None, key)}
-    compared: dict[str, list[Compared]] = {key: [] for key in chosen}
-    with progress("counting", sum(len(found.rows) for found in chosen.values())) as advance:
-        for key, found in chosen.items():
-            for row in compare(found):
-                compared[key].append(row)
-                advance()
+    compared = {
+        key: list(tracked(compare_table(found), f"counting {key}", len(found.rows))) for key, found in chosen.items()
+    }
     if as_json:
         print_json({key: as_dict(chosen[key], rows) for key, rows in compared.items()})
     else:
         out = console()
         for key, rows in compared.items():
-            show(chosen[key], rows, out)
+            print_table(chosen[key], rows, out)
     everything = [row for rows in compared.values() for row in rows]
     if any(row.failure for row in everything) or (check and any(row.wrong for row in everything)):
         raise typer.Exit(1)
 
 
-def show(found: Table, rows: list[Compared], out: Console) -> None:
+def print_table(found: Table, rows: list[Compared], out: Console) -> None:
     from rich.markup import escape
     from rich.table import Table as Grid
 
@@ -71,11 +68,11 @@ def show(found: Table, rows: list[Compared], out: Console) -> None:
         ):
             made.add_column(heading, justify="right", no_wrap=True, width=width)
         for row in (next(left) for _ in section.rows):
-            text = row.failure or row.row.note
+            text = row.failure or row.printed.note
             if text and text not in notes:
                 notes.append(text)
             note = str(notes.index(text) + 1) if text else ""
-            made.add_row(row.row.label, *cells(row.params, row), *cells(row.macs, row), row.row.accuracy, note)
+            made.add_row(row.printed.label, *cells(row.params, row), *cells(row.macs, row), row.printed.accuracy, note)
         out.print(made)
     grid = Grid.grid(padding=(0, 2, 0, 0))
     grid.add_column(justify="right", width=3)
@@ -107,15 +104,12 @@ def cells(cell: Cell, row: Compared) -> tuple[str, str, str]:
 def summary(found: Table, rows: list[Compared]) -> str:
     """How many of the printed numbers agree."""
     near = f"within {100 * found.tolerance:g} % or to the printed digit"
-    every_cell = {
-        "parameters": ("to the printed digit", [row.params for row in rows]),
-        operations(found): (near, [row.macs for row in rows]),
-    }
     lines = []
-    for what, (how, all_cells) in every_cell.items():
-        printed = [cell for cell in all_cells if cell.published and cell.ours is not None]
-        not_built = sum(bool(cell.published) and not row.row.model for cell, row in zip(all_cells, rows, strict=True))
-        wrong = sum(cell.wrong for cell in all_cells)
+    for what, how, column in (("parameters", "to the printed digit", "params"), (operations(found), near, "macs")):
+        column_cells = [getattr(row, column) for row in rows]
+        printed = [cell for cell in column_cells if cell.published and cell.ours is not None]
+        not_built = sum(bool(getattr(row, column).published) and not row.printed.model for row in rows)
+        wrong = sum(cell.wrong for cell in column_cells)
         explained = sum(not cell.agrees and not cell.wrong for cell in printed)
         line = f"{what}: {sum(cell.agrees for cell in printed)} of {len(printed)} {how}"
         line += f", {explained} explained above" if explained else ""
@@ -125,34 +119,25 @@ def summary(found: Table, rows: list[Compared]) -> str:
 
 
 def as_dict(found: Table, rows: list[Compared]) -> dict[str, Any]:
-    def cell(c: Cell) -> dict[str, Any]:
-        return {
-            "published": float(c.published) if c.published else None,
-            "ours": c.ours,
-            "error": c.error,
-            "agrees": c.agrees if c.error is not None else None,
-            "must_agree": c.must,
-        }
-
     sections = [section.title for section in found.sections for _ in section.rows]
+    head = {"title": found.title, "remark": found.remark, "convention": found.convention, "tolerance": found.tolerance}
+    return {**head, "rows": [row_as_dict(*pair) for pair in zip(sections, rows, strict=True)]}
+
+
+def row_as_dict(section: str, row: Compared) -> dict[str, Any]:
+    def cell(c: Cell) -> dict[str, Any]:
+        published, agrees = float(c.published) if c.published else None, c.agrees if c.error is not None else None
+        return {"published": published, "ours": c.ours, "error": c.error, "agrees": agrees, "must_agree": c.must}
+
     return {
-        "title": found.title,
-        "remark": found.remark,
-        "convention": found.convention,
-        "tolerance": found.tolerance,
-        "rows": [
-            {
-                "section": section,
-                "label": row.row.label.strip(),
-                "model": row.row.model or None,
-                "options": dict(row.row.options),
-                "input_size": list(row.row.input_size),
-                "params_millions": cell(row.params),
-                "macs_billions": cell(row.macs),
-                "accuracy": row.row.accuracy or None,
-                "note": row.row.note or None,
-                "failure": row.failure or None,
-            }
-            for section, row in zip(sections, rows, strict=True)
-        ],
+        "section": section,
+        "label": row.printed.label.strip(),
+        "model": row.printed.model or None,
+        "options": dict(row.printed.options),
+        "size": list(row.printed.size),
+        "params_millions": cell(row.params),
+        "macs_billions": cell(row.macs),
+        "accuracy": row.printed.accuracy or None,
+        "note": row.printed.note or None,
+        "failure": row.failure or None,
     }

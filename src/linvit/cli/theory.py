@@ -29,15 +29,13 @@ def theory(
     from linvit.measurement.theory import CONFIDENCE, PARTS, TOPICS, measure
 
     if plot is not None:
-        from linvit.figures.files import check_picture
+        from linvit.figures import check_picture, plot_theory
 
         check_picture(plot)
     with progress("measuring", len(PARTS)) as advance:
         findings = measure(samples, seed, advance)
     if plot is not None:
-        from linvit.figures.theory import draw
-
-        draw(findings, plot)
+        plot_theory(findings, plot)
     if as_json:
         topics = {key: {"title": topic.title, "meaning": topic.meaning} for key, topic in TOPICS.items()}
         rows = [finding.as_dict() for finding in findings]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.cli.arguments import Loader, ModelArg, Root, Settings, Workers, pairs
-from linvit.cli.convert import build, dropping, read_plan
+from linvit.cli.convert import dropping, read_plan
 from linvit.cli.output import INTERRUPTED, Json, console, print_json, progress, table
 from linvit.cli.train_output import screen
 from linvit.errors import LinvitError
@@ -120,17 +120,19 @@ def name_of(model: str) -> str:
     """The name that a recipe may go by: of a saved model its own, not its folder's."""
     from linvit.conversion.saving import read_config
 
-    return str(read_config(Path(model))["model"]) if Path(model).is_dir() else model
+    return read_config(Path(model)).model if Path(model).is_dir() else model
 
 
 def start(model: str, pretrained: bool, args: dict[str, Any], classes: int | None, seed: int) -> nn.Module:
     """The model to train, with an output for each class; the seed draws the weights that are not given."""
     import torch
 
+    from linvit.conversion.opening import open_model
+
     torch.manual_seed(seed)
     if not Path(model).is_dir() and classes is not None:
         args.setdefault("num_classes", classes)
-    built = build(model, pretrained, args)
+    built = open_model(model, pretrained=pretrained, args=args)
     if not Path(model).is_dir():
         built.linvit_origin = {"name": model, "args": args}  # type: ignore[assignment]
     return built

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import timm
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from linvit.attention.local import begin_at_zero
 from linvit.comparison.candidates import measured, plan_of
-from linvit.conversion import Plan, as_plan, convert, find_hosts, resample_patches
-from linvit.conversion.convert import Report, asks_of, own_size
+from linvit.conversion import Report, as_plan, convert, resample_patches
+from linvit.conversion.convert import droppable, own_size
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError, unknown
 from linvit.models.pyramid import FairPyramid, init_weights
@@ -102,24 +103,20 @@ def become(
     `quiet`, for a model that is trained already, local branches start at zero."""
     side = own_size(model) if size is None else (size, size)
     own = {name: value for name, value in candidate["options"].items() if name not in ("keep", "layers", "where")}
-    plan: Plan | str = plan_of(dict(candidate)) if keep is None else as_plan("mixa", keep=tuple(keep), **own)
-    options: dict[str, Any] = {}
-    if measured(candidate) and keep is None and calibrate is not None:
-        plan, options = "mixa", {"keep": candidate["options"].get("keep", 6), "calibrate": calibrate, **own}
+    plan = plan_of(dict(candidate)) if keep is None else as_plan("mixa", keep=tuple(keep), **own)
+    images = calibrate if measured(candidate) and keep is None else None
+    if images is not None:
+        plan = as_plan("mixa", keep=candidate["options"].get("keep", 6), **own)
+    plan = replace(plan, drop=tuple(sorted({*plan.drop, *droppable(model)})))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(OWN_STREAM + seed)
-        report = convert(model, plan, drop=droppable(model), input_size=side, quiet=quiet, **options)
+        report = convert(model, plan, size=side, quiet=quiet, calibrate=images)
         if isinstance(model, FairPyramid):  # its initialisation reaches into the mechanisms it is built with
             for host in [module for module in model.modules() if isinstance(module, Host)]:
                 host.mechanism.apply(init_weights)
                 if quiet:
                     begin_at_zero(host.mechanism)
     return report
-
-
-def droppable(model: nn.Module) -> set[str]:
-    """What the attention of a model does that a mechanism may give up."""
-    return {ask.feature for _, host in find_hosts(model) for ask in asks_of(model, host) if ask.droppable}
 
 
 def student_of(

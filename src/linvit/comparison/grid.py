@@ -19,7 +19,7 @@ from linvit.comparison.candidates import chosen, name_of, paper_of, plan_of, rea
 from linvit.comparison.identity import describe_data, describe_teacher, digest, key_of
 from linvit.comparison.spec import OWN, Comparison
 from linvit.conversion.convert import own_size
-from linvit.conversion.rebuilding import build
+from linvit.conversion.rebuilding import rebuild
 from linvit.errors import LinvitError, unknown
 from linvit.training.config import Config, override, plain
 from linvit.training.recipes import recipe as named_recipe
@@ -120,8 +120,8 @@ class Expansion:
             self.teacher, config = describe_teacher(self.part.teacher)
             self.places["teacher"] = self.part.teacher
             if config is not None:
-                given = {"model": config["model"], **config["args"]}
-                size = config["preprocessing"].get("input_size", (None,))[-1]
+                given = {"model": config.model, **config.args}
+                size = config.preprocessing.get("input_size", (None,))[-1]
             else:
                 given = {"model": self.part.teacher}
         name, args = given["model"], {key: value for key, value in given.items() if key != "model"}
@@ -270,7 +270,7 @@ def probe(name: str, args: dict[str, Any]) -> Any:
     if not timm.is_model(name):
         raise unknown("model", name, {*OWN, *timm.list_models()})
     with torch.device("meta"):
-        return build(name, args)
+        return rebuild(name, args)
 
 
 def try_candidate(structure: dict[str, Any]) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from linvit.conversion.saving import CONFIG, WEIGHTS, SavedConfig, read_config
 from linvit.errors import LinvitError
 from linvit.tasks.classify.data import Digits, Images, open_data
 from linvit.training.config import RETIRED, Config
@@ -101,15 +102,13 @@ def file_size(split: Images, index: int) -> int:
     return places[index][1] if places is not None else Path(split.filename(index)).stat().st_size
 
 
-def describe_teacher(teacher: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def describe_teacher(teacher: str) -> tuple[dict[str, Any], SavedConfig | None]:
     """A teacher's name and digest, and for a folder that linvit saved its config."""
-    from linvit.conversion.saving import CONFIG, WEIGHTS, read_config
-
     folder = Path(teacher)
     if not folder.is_dir():
         return {"name": teacher, "digest": None}, None
     config = read_config(folder)
-    if any(row["mechanism"] != "softmax" for row in config["layers"]):
+    if any(layer.mechanism != "softmax" for layer in config.layers):
         raise LinvitError(f"the teacher {folder} is converted already: give the softmax model it was made from")
     found = hashlib.sha256((folder / CONFIG).read_bytes())
     try:

@@ -212,7 +212,7 @@ def clocked(calls: Mapping[Contender, Call], point: Point, budget: float) -> tup
             raise
         except RuntimeError:  # something in one of them asks the host
             timed, replayed = list(calls.values()), False
-    return replayed, clock.by_turns(timed, point.device, alone=point.batch == 1, budget=budget)
+    return replayed, clock.by_turns(timed, point.device, latency=point.batch == 1, budget=budget)
 
 
 def record(call: Call) -> Call:

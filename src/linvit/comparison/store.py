@@ -36,7 +36,8 @@ from linvit.comparison.grid import Task
 from linvit.comparison.identity import digest
 from linvit.comparison.spec import Comparison
 from linvit.errors import LinvitError
-from linvit.measurement.record import environment, hardware, write_json
+from linvit.files import write_json
+from linvit.measurement.record import environment, hardware
 
 FOLDERS = {"run": "runs", "teacher": "runs", "speed": "speeds", "failure": "failures"}
 KEY = re.compile(r"[0-9a-f]{16}")

@@ -2,72 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from timm.layers import to_2tuple
 from torch import nn
 
 from linvit.attention import Mechanism, TokenGrid, create_attention, mechanism_class
 from linvit.attention.local import begin_at_zero
-from linvit.conversion.host import Ask, Grids, Host, stem
+from linvit.conversion.grids import Grids, stem, watch
+from linvit.conversion.host import FEATURES, Ask, Host
 from linvit.conversion.hosts import host_for, host_of
-from linvit.conversion.pictures import watch
-from linvit.conversion.plan import Choice, Plan, as_plan
-from linvit.errors import LinvitError, NotHonoured
+from linvit.conversion.plan import Choice, Pick, Plan, as_plan
+from linvit.conversion.report import Conversion, Layer, Report
+from linvit.errors import LinvitError, NotHonoured, unknown
 
 if TYPE_CHECKING:
     from linvit.conversion.sensitivity import Sensitivity
 
+Hosts = list[tuple[str, nn.Module]]
+
 
 @dataclass(frozen=True)
-class Layer:
-    """What happened to one host."""
+class Step:
+    """What is to become of one host."""
 
-    index: int
     name: str
-    before: str
-    after: str
-    dropped: tuple[str, ...] = ()
-    kept: str = ""  # why the plan's mechanism has no place here
-
-    def __str__(self) -> str:
-        dropped = f"  (gave up {', '.join(self.dropped)})" if self.dropped else ""
-        kept = f"  (left as it is: {self.kept})" if self.kept else ""
-        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{dropped}{kept}"
+    module: nn.Module
+    choice: Choice
+    mechanism: Mechanism
+    dropped: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a conversion did, layer by layer."""
-
-    plan: str
-    layers: tuple[Layer, ...] = ()
-    new_parameters: int = 0
-    removed: tuple[str, ...] = field(default=())
-    sensitivity: Sensitivity | None = None
-
-    def __str__(self) -> str:
-        changed = sum(layer.before != layer.after for layer in self.layers)
-        head = (
-            f"plan {self.plan}: {changed} of {len(self.layers)} layers changed, {self.new_parameters:,} new parameters"
-        )
-        gone = [f"removed {len(self.removed)} parameters of dropped features"] if self.removed else []
-        return "\n".join([head, *(f"  {layer}" for layer in self.layers), *gone])
-
-
-def find_hosts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_hosts(model: nn.Module) -> Hosts:
     """The attention modules that can be converted, with their names, in the order of the model."""
     return [(name, module) for name, module in model.named_modules() if host_for(module) is not None]
+
+
+def asks_of(model: nn.Module, module: nn.Module) -> list[Ask]:
+    """What an attention module of this model does beyond a plain mechanism."""
+    return host_of(module).asks(model, module)
+
+
+def droppable(model: nn.Module) -> set[str]:
+    """What the attention of a model does that can be dropped."""
+    return {ask.feature for _, module in find_hosts(model) for ask in asks_of(model, module) if ask.droppable}
 
 
 def convert(
     model: nn.Module,
     plan: str | Plan,
     *,
+    size: int | tuple[int, int] | None = None,
     drop: Iterable[str] = (),
-    input_size: tuple[int, int] | None = None,
     calibrate: Iterable[Any] | None = None,
     impl: str = "auto",
     quiet: bool = True,
@@ -76,67 +66,126 @@ def convert(
     """Give the model's attention layers the mechanisms of a plan.
 
     `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. What a
-    mechanism cannot honour (a relative bias, say) is an error unless `drop` names it. `input_size` is the image size
-    that learned positions are laid out for; the model's own by default. `calibrate`, batches of images, measures which
-    layers `mixa` keeps quadratic. With `quiet` the local branches that mechanisms bring along start at zero, as suits
-    pretrained weights; a model to be trained from scratch wants them as their papers do. Nothing is touched before
-    everything fits.
+    mechanism cannot honour (a relative bias, say) is an error unless `drop` names it or the plan may give it up; what
+    `drop` names is dropped in every layer that the plan converts. `size` is the image size that learned positions are
+    laid out for; the model's own by default. `calibrate`, batches of images, measures which layers `mixa` keeps
+    quadratic. With `quiet` the local branches that mechanisms bring along start at zero, as suits pretrained weights;
+    a model to be trained from scratch wants them as their papers do. Nothing is touched before everything fits.
     """
-    measured = None
+    named = names_to_drop(drop)
+    plan, measured = as_plan(plan, **options), None
     if calibrate is not None:
-        measured = measure_for_mixa(model, plan, calibrate, {*drop}, options)
-        options = {**options, "keep": measured.keep}
-    plan = as_plan(plan, **options)
+        plan, measured = place_by_sensitivity(model, plan, calibrate, named)
     hosts = find_hosts(model)
     if not hosts:
         raise LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
-    given_up = {*drop, *plan.drop}
-    choices = plan.choices([name for name, _ in hosts])
-    grids = probe_grids(model, hosts, choices, input_size)
-    steps, kept = [], {}
-    for (name, module), choice in zip(hosts, choices, strict=True):
-        if choice is None:
-            continue
-        mechanism = build_mechanism(module, choice, grids.get(name), impl)
-        if quiet:
-            begin_at_zero(mechanism)
-        asks = [ask for ask in asks_of(model, module) if not ask.honoured_by(mechanism)]
-        if any(ask.keeps for ask in asks):
-            kept[name] = next(ask.feature for ask in asks if ask.keeps)
-            continue
-        steps.append((name, module, choice, mechanism, check(name, asks, mechanism, host_of(module).between)))
-    lacking = [(m.name, name, f) for name, _, _, m, dropped in steps for f in dropped if f not in given_up]
-    if lacking:
-        features = list(dict.fromkeys(feature for *_, feature in lacking))
-        first, name, _ = lacking[0]
-        raise NotHonoured(f"{first} cannot honour the {' and '.join(features)} from {name} on", features)
-    before = {name for name, _ in model.named_parameters()}
+    pair = None if size is None else to_2tuple(size)
+    steps, kept = find_steps(model, plan, named, size=pair, impl=impl, quiet=quiet)
+    refuse_idle(model, plan, named, steps)
+    before = dict(model.named_parameters())
     was = {name: current_mechanism(module) for name, module in hosts}
-    install(model, hosts, [(module, mechanism, dropped) for _, module, _, mechanism, dropped in steps])
-    remember(model, plan, given_up, input_size)
+    install(model, steps)
+    done = Conversion(plan, tuple(sorted(named)), pair, getattr(model, "linvit_source", None))
+    model.linvit_conversions = [*getattr(model, "linvit_conversions", []), done]  # type: ignore[assignment]
     after = dict(model.named_parameters())
-    done = {name: (str(choice), dropped) for name, _, choice, _, dropped in steps}
+    result = {step.name: (str(step.choice), step.dropped) for step in steps}
     return Report(
         plan.name,
         tuple(
-            Layer(i, name, was[name], *done.get(name, (was[name], ())), kept.get(name, ""))
+            Layer(i, name, was[name], *result.get(name, (was[name], ())), kept.get(name, ""))
             for i, (name, _) in enumerate(hosts)
         ),
         sum(p.numel() for n, p in after.items() if n not in before),
-        tuple(sorted(before - after.keys())),
+        tuple(sorted(before.keys() - after.keys())),
+        sum(p.numel() for n, p in before.items() if n not in after),
         measured,
     )
 
 
-def measure_for_mixa(
-    model: nn.Module, plan: str | Plan, loader: Iterable[Any], drop: set[str], options: dict[str, Any]
-) -> Sensitivity:
-    """The sensitivity that tells which layers MixA keeps, for `calibrate`."""
+def names_to_drop(drop: Iterable[str]) -> tuple[str, ...]:
+    """The features that a user names; one that no model's attention has is a mistake."""
+    named = (drop,) if isinstance(drop, str) else tuple(dict.fromkeys(drop))
+    for feature in named:
+        if feature not in FEATURES:
+            raise unknown("feature to drop", feature, FEATURES)
+    return named
+
+
+def find_steps(
+    model: nn.Module,
+    plan: Plan,
+    named: Collection[str],
+    *,
+    size: tuple[int, int] | None = None,
+    impl: str = "auto",
+    quiet: bool = True,
+) -> tuple[list[Step], dict[str, str]]:
+    """What a plan makes of each host, and which hosts it leaves as they are and why. Nothing is touched.
+
+    A host drops what is `named` and can be taken out of it, and what its mechanism cannot honour.
+    """
+    hosts = find_hosts(model)
+    choices = plan.choices([name for name, _ in hosts])
+    asks = {name: asks_of(model, module) for name, module in hosts}
+    out = {name: tuple(a.feature for a in asks[name] if a.removable and a.feature in named) for name in asks}
+    becoming = {name: without(module, out[name]) for name, module in hosts}
+    grids = probe_grids(model, hosts, choices, becoming, size)
+    steps, kept = [], {}
+    lacking: list[tuple[str, str, str]] = []
+    for (name, module), choice in zip(hosts, choices, strict=True):
+        if choice is None:
+            continue
+        mechanism = build_mechanism(becoming[name], choice, grids.get(name), impl)
+        if quiet:
+            begin_at_zero(mechanism)
+        unmet = [ask for ask in asks[name] if ask.feature not in out[name] and not ask.honoured_by(mechanism)]
+        if any(ask.keeps for ask in unmet):
+            kept[name] = next(ask.feature for ask in unmet if ask.keeps)
+            continue
+        check(name, unmet, mechanism, host_of(module).between)
+        given_up = [ask.feature for ask in unmet]
+        lacking += [(mechanism.name, name, f) for f in given_up if f not in named and f not in plan.drop]
+        steps.append(Step(name, module, choice, mechanism, (*out[name], *given_up)))
+    if lacking:
+        features = list(dict.fromkeys(feature for *_, feature in lacking))
+        first, name, _ = lacking[0]
+        raise NotHonoured(f"{first} cannot honour the {' and '.join(features)} from {name} on", features)
+    return steps, kept
+
+
+def refuse_idle(model: nn.Module, plan: Plan, named: Iterable[str], steps: list[Step]) -> None:
+    """A named feature that is dropped nowhere, now or before, is a mistake: the user means another model or plan."""
+    gone = {feature for step in steps for feature in step.dropped}
+    gone |= {feature for _, module in find_hosts(model) for feature in getattr(module, "given_up", ())}
+    for feature in named:
+        if feature in gone:
+            continue
+        having = {name for name, m in find_hosts(model) if any(ask.feature == feature for ask in asks_of(model, m))}
+        if not having:
+            others = ", ".join(sorted(droppable(model))) or "nothing that can be dropped"
+            raise LinvitError(
+                f"drop names {feature}, which no layer of this {type(model).__name__} has: it has {others}"
+            )
+        honouring = next((step.mechanism.name for step in steps if step.name in having), None)
+        if honouring is None:
+            raise LinvitError(f"drop names {feature}, but plan {plan.name} converts no layer that has it")
+        raise LinvitError(
+            f"drop names {feature}, which {honouring} honours and which cannot be taken out: leave it out"
+        )
+
+
+def place_by_sensitivity(
+    model: nn.Module, plan: Plan, loader: Iterable[Any], named: Collection[str]
+) -> tuple[Plan, Sensitivity]:
+    """MixA's plan with the layers that are measured to be kept, and the measurement, for `calibrate`."""
     from linvit.conversion.sensitivity import measure_sensitivity
 
-    if plan != "mixa" or not isinstance(options.get("keep", 6), int) or "where" in options:
+    pick = plan.rules[0].layers if plan.rules else Pick(0)
+    if plan.name != "mixa" or not isinstance(pick, Pick) or pick.where != "first":
         raise LinvitError("calibrate= measures which layers mixa keeps: give plan='mixa' and keep=<a number>")
-    return measure_sensitivity(model, loader, keep=options.get("keep", 6), drop=drop | {*as_plan("mixa").drop})
+    linear, quadratic = (Plan(name, Choice(name), drop=plan.drop) for name in ("stella", "relu_quadratic"))
+    found = measure_sensitivity(model, loader, keep=pick.count, linear=linear, quadratic=quadratic, drop=named)
+    return replace(plan, rules=tuple(replace(rule, layers=found.keep) for rule in plan.rules)), found
 
 
 def current_mechanism(module: nn.Module) -> str:
@@ -144,6 +193,18 @@ def current_mechanism(module: nn.Module) -> str:
     if isinstance(module, Host):
         return module.mechanism.name
     return host_of(module).native
+
+
+def without(module: nn.Module, features: tuple[str, ...]) -> nn.Module:
+    """The module as it is with these features taken out. It shares the rest with the module, which stays as it is."""
+    if not features:
+        return module
+    twin = copy.copy(module)
+    for kind in ("_parameters", "_buffers", "_modules"):
+        twin.__dict__[kind] = dict(getattr(module, kind))
+    for feature in features:
+        host_of(module).give_up(twin, feature)
+    return twin
 
 
 def build_mechanism(module: nn.Module, choice: Choice, grid: TokenGrid | None, impl: str) -> Mechanism:
@@ -165,49 +226,29 @@ def build_mechanism(module: nn.Module, choice: Choice, grid: TokenGrid | None, i
     return mechanism.to(device=like.device, dtype=like.dtype).train(module.training)
 
 
-def asks_of(model: nn.Module, module: nn.Module) -> list[Ask]:
-    """What an attention module of this model does beyond a plain mechanism."""
-    return host_of(module).asks_in(model, module)
-
-
-def check(name: str, asks: list[Ask], mechanism: Mechanism, between: bool) -> tuple[str, ...]:
-    """The features to give up here, or an error naming what cannot be."""
+def check(name: str, unmet: list[Ask], mechanism: Mechanism, between: bool) -> None:
+    """An error where a mechanism has no place in this host, whatever is dropped."""
     if mechanism.capabilities.between and not between:
         raise LinvitError(f"{mechanism.name} adds a step between attention and MLP, which {name} has no place for")
-    for ask in asks:
+    for ask in unmet:
         if not ask.droppable:
             raise LinvitError(f"{mechanism.name} cannot serve {name}: it has {ask.feature}")
-    return tuple(ask.feature for ask in asks)
 
 
-def swap(module: nn.Module, mechanism: Mechanism, dropped: tuple[str, ...]) -> None:
-    """Make the module a host of the mechanism, in place."""
-    host = host_of(module)
-    for feature in dropped:
-        host.give_up(module, feature)
-    module.__class__ = host
-    assert isinstance(module, Host)
-    module.mechanism = mechanism
-    module.given_up = tuple(dict.fromkeys((*module.given_up, *dropped)))
-
-
-def install(
-    model: nn.Module,
-    hosts: list[tuple[str, nn.Module]],
-    steps: list[tuple[nn.Module, Mechanism, tuple[str, ...]]],
-) -> None:
-    """Swap each module's attention for its mechanism, then let the hosts prepare the model."""
-    for module, mechanism, dropped in steps:
-        swap(module, mechanism, dropped)
-    for kind in {type(module) for module, *_ in steps}:
-        assert issubclass(kind, Host)
-        kind.prepare(model, hosts)
-
-
-def remember(model: nn.Module, plan: Plan, drop: set[str], input_size: tuple[int, int] | None) -> None:
-    """Note the conversion on the model; `linvit.save` writes it into the config."""
-    done = {"plan": plan, "drop": sorted(drop), "input_size": input_size}
-    model.linvit_conversions = [*getattr(model, "linvit_conversions", []), done]  # type: ignore[assignment]
+def install(model: nn.Module, steps: Iterable[Step]) -> None:
+    """Make the modules hosts of their mechanisms, in place and without what is dropped, and prepare the model."""
+    kinds = set()
+    for step in steps:
+        module, host = step.module, host_of(step.module)
+        for feature in step.dropped:
+            host.give_up(module, feature)
+        module.__class__ = host
+        assert isinstance(module, Host)
+        module.mechanism = step.mechanism
+        module.given_up = tuple(dict.fromkeys((*module.given_up, *step.dropped)))
+        kinds.add(host)
+    for kind in kinds:
+        kind.prepare(model)
 
 
 def own_size(model: Any) -> tuple[int, int]:
@@ -225,12 +266,14 @@ def probe_grids(
     model: nn.Module,
     hosts: list[tuple[str, nn.Module]],
     choices: list[Choice | None],
-    input_size: tuple[int, int] | None,
+    becoming: Mapping[str, nn.Module],
+    size: tuple[int, int] | None,
 ) -> dict[str, TokenGrid]:
-    """The grid each host sees, where a chosen mechanism has parameters laid out for it: one pass on the meta device."""
+    """The grid each host will see, where a chosen mechanism has parameters laid out for it: one pass on the meta
+    device. `becoming` are the hosts as they will be."""
     if not any(choice is not None and mechanism_class(choice.mechanism).builds_on_grid for choice in choices):
         return {}
-    size = input_size or own_size(model)
+    size = size or own_size(model)
     found: dict[str, TokenGrid] = {}
     image = Grids()
     handles = []
@@ -247,7 +290,7 @@ def probe_grids(
         host = host_of(module)
 
         def see(module: nn.Module, args: Any, named: dict[str, Any], name: str = name, host: type[Host] = host) -> None:
-            grid = host.grid(module, (*args, *named.values()), inside.get(module, image))
+            grid = host.grid(becoming.get(name, module), (*args, *named.values()), inside.get(module, image))
             if grid is not None:
                 found[name] = grid
 

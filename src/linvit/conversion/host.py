@@ -2,174 +2,135 @@
 
 A host is a subclass of the timm module it stands for. Converting changes the module's class in place and hangs the
 mechanism in, so every weight, name and hook of the original stays where it was and an original checkpoint still loads.
+A family's file in `hosts/` has a class with its `original`, and what is its own: the rest is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from timm.models.csatv2 import PosConv
-from timm.models.gemma4_vit import Gemma4PatchEmbed
-from timm.models.pit import Pooling
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from linvit.attention import Mechanism, Shape, TokenGrid
+from linvit.conversion.grids import Grids, follow_grids
 from linvit.errors import LinvitError
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Something the original attention does that not every mechanism can honour. `drop` names what may be given up.
+    """Something the original attention does that not every mechanism can honour.
 
-    With `keeps`, a mechanism that cannot honour it leaves the layer as it is, which the report says.
+    With `keeps`, a mechanism that cannot honour it leaves the layer as it is, which the report says. What is
+    `removable` is taken out where it is dropped, whatever the mechanism; else it only loses its meaning in mechanisms
+    that cannot honour it.
     """
 
     feature: str
     honoured_by: Callable[[Mechanism], bool]
-    droppable: bool = True
+    droppable: bool = False
+    removable: bool = False
     keeps: bool = False
 
 
-def bias_ask(feature: str) -> Ask:
-    """A bias on the logits: exact in mechanisms that have logits."""
-    return Ask(feature, lambda mechanism: mechanism.capabilities.bias)
+def has_logits(mechanism: Mechanism) -> bool:
+    return mechanism.capabilities.bias
 
 
-def unequal_ask(feature: str, droppable: bool) -> Ask:
-    """Queries and keys that differ in number."""
-    return Ask(feature, lambda mechanism: mechanism.capabilities.unequal, droppable)
+def takes_unequal(mechanism: Mechanism) -> bool:
+    return mechanism.capabilities.unequal
 
 
-def rotary_ask() -> Ask:
-    """Rotary position: it stays relative in mechanisms that know q and k by their products and norms."""
-    return Ask("rotary", lambda mechanism: mechanism.capabilities.rotary)
-
-
-def talking_ask() -> Ask:
-    """Talking heads mix the logits and the weights of all heads, which only softmax has."""
-    return Ask("talking_heads", lambda mechanism: mechanism.name == "softmax")
-
-
-def wide_ask() -> Ask:
-    """Values wider than keys."""
-    return Ask("wide values", lambda mechanism: mechanism.capabilities.wide_values, droppable=False)
-
-
-def width_ask(projection: Any) -> list[Ask]:
-    """A projection, linear or 1×1, to another width, where nothing as wide as the queries can be added behind it."""
-    out, queries = projection.weight.shape[:2]
-    if out == queries:
-        return []
-    plain = Mechanism.after_projection
-    return [Ask("another width", lambda mechanism: type(mechanism).after_projection is plain, droppable=False)]
-
-
-def one_query_ask() -> Ask:
-    """The class token asks all tokens. One query is linear as it is, so a mechanism that needs as many keys as queries,
-    or that knows places, of which the class token has none, leaves the layer alone."""
-    return Ask("one query", _asks_from_nowhere, droppable=False, keeps=True)
-
-
-def _asks_from_nowhere(mechanism: Mechanism) -> bool:
+def asks_from_nowhere(mechanism: Mechanism) -> bool:
+    """Whether a mechanism serves a single query that has no place among the keys."""
     can = mechanism.capabilities
     return can.unequal and can.equivariant and not can.grid
 
 
-def stem(owner: nn.Module) -> nn.Module | None:
-    """The patch embedding of a model, whatever timm calls it."""
-    names = ("patch_embed", "embeds", "pixel_embed", "stem_dct", "patch_embedding")
-    inside = getattr(getattr(owner, "patch_embeddings", None), "projection", None)  # Hugging Face's
-    found = (*(getattr(owner, name, None) for name in names), inside)
-    return next((module for module in found if isinstance(module, nn.Module)), None)
+# What `drop` may name, whatever the model. Rotary position stays relative in mechanisms that know q and k by their
+# products and norms; others see q and k rotated all the same.
+FEATURES: dict[str, Ask] = {
+    "relative_bias": Ask("relative_bias", has_logits, droppable=True, removable=True),
+    "shift_mask": Ask("shift_mask", has_logits, droppable=True, removable=True),
+    "talking_heads": Ask("talking_heads", lambda m: m.name == "softmax", droppable=True, removable=True),
+    "pooling": Ask("pooling", takes_unequal, droppable=True, removable=True),
+    "rotary": Ask("rotary", lambda m: m.capabilities.rotary, droppable=True),
+    "temperature": Ask(
+        "temperature", lambda m: m.name == "xca" and m.variant == "fair", droppable=True, removable=True
+    ),
+    "attention_dropout": Ask("attention_dropout", lambda m: False, droppable=True, removable=True),
+}
+WIDE_VALUES = Ask("wide values", lambda m: m.capabilities.wide_values)
+POOLED_QUERIES = Ask("pooled queries", takes_unequal)
+POOLED_KEYS = Ask("pooled keys", takes_unequal)
+SUBSAMPLED_QUERIES = Ask("subsampled queries", takes_unequal)
+# The class token asks all tokens. One query is linear as it is, so a mechanism that needs as many keys as queries, or
+# that knows places, of which the class token has none, leaves the layer alone.
+ONE_QUERY = Ask("one query", asks_from_nowhere, keeps=True)
+# A projection to another width, behind which nothing as wide as the queries can be added.
+ANOTHER_WIDTH = Ask("another width", lambda m: type(m).after_projection is Mechanism.after_projection)
 
 
-def prefix_tokens(owner: nn.Module) -> int:
-    """How many class and register tokens a model has; Hugging Face's embeddings hold them without counting."""
-    if not type(owner).__module__.startswith("transformers."):
-        return getattr(owner, "num_prefix_tokens", getattr(owner, "num_tokens", 0))
-    tokens = (getattr(owner, name, None) for name in ("cls_token", "distillation_token", "register_tokens"))
-    classes = int(getattr(owner, "class_embedding", None) is not None)
-    return classes + sum(token.shape[1] for token in tokens if isinstance(token, Tensor))
+def changes_width(projection: Any) -> bool:
+    """Whether a projection, linear or 1×1, puts out another number of channels than it takes."""
+    weight = getattr(projection, "weight", None)
+    return weight is not None and weight.ndim > 1 and weight.shape[0] != weight.shape[1]
 
 
-class Grids:
-    """The grid of the image now passing through, for hosts that only see a sequence. Hooks on the stem write it."""
-
-    def __init__(self, prefix: int = 0) -> None:
-        self.prefix = prefix
-        self.grid: TokenGrid | None = None
-        self.owner: Any = None  # the model, while `convert` asks which grids its hosts see
-
-    def follow(self, owner: nn.Module) -> list[RemovableHandle]:
-        """Hook the stem of a model, and whatever else on the way changes the grid: PiT's pooling, CSATv2's stages."""
-        embed = stem(owner)
-        assert embed is not None
-        self.prefix = prefix_tokens(owner)
-        if hasattr(embed, "dynamic_feat_size") or isinstance(embed, Gemma4PatchEmbed):
-            handles = [embed.register_forward_pre_hook(self.before_patches)]
-        else:
-            handles = [embed.register_forward_hook(self.after_stem)]
-        for module in owner.modules():
-            if isinstance(module, Pooling):
-                handles.append(module.conv.register_forward_hook(self.after_stem))
-            if isinstance(module, PosConv):
-                handles.append(module.register_forward_pre_hook(self.before_position))
-        return handles
-
-    def before_patches(self, embed: Any, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook for timm's PatchEmbed and its likes. Ready-made patches (NaFlexViT) have no one grid."""
-        self.grid = None
-        if args[0].ndim == 4:
-            height, width = args[0].shape[-2], args[0].shape[-1]
-            if hasattr(embed, "dynamic_feat_size"):
-                height, width = embed.dynamic_feat_size((height, width))
-            else:
-                height, width = height // embed.patch_size[0], width // embed.patch_size[1]
-            self.grid = TokenGrid(height, width, self.prefix)
-
-    def before_position(self, position: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook for a convolutional position encoding, called with the size of the picture."""
-        self.grid = TokenGrid(args[1][0], args[1][1], self.prefix)
-
-    def after_stem(self, stem: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        """Forward hook for a stem with pictures as output, or with tokens and their size as XCiT's."""
-        self.grid = None
-        if isinstance(out, Tensor) and out.ndim == 4:
-            self.grid = TokenGrid(out.shape[-2], out.shape[-1], self.prefix)
-        elif isinstance(out, tuple) and isinstance(out[1], tuple):
-            self.grid = TokenGrid(out[1][0], out[1][1], self.prefix)
+BY_ORIGINAL: dict[type[nn.Module], type[Host]] = {}  # every host, by the module it stands for
 
 
 class Host(nn.Module):
-    """Base of the hosts, mixed into a timm attention class. Static methods take the module before it is a host."""
+    """Base of the hosts, mixed into a timm attention class. Class methods take the module before it is a host."""
 
     original: ClassVar[type[nn.Module]]
     native: ClassVar[str] = "softmax"
     between: ClassVar[bool] = False  # the block around it calls the mechanism's step between attention and MLP
+    features: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # what may be dropped, and the attributes that hold it
+    needs: ClassVar[tuple[Ask, ...]] = ()  # what a mechanism must honour
     mechanism: Mechanism
     grids: Grids | None = None
     given_up: tuple[str, ...] = ()  # what was dropped here, by all conversions so far
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        """Heads and widths, for building a mechanism; those of one packed projection unless a host says otherwise."""
-        width = module.qkv.in_features
-        return Shape(module.num_heads, width // module.num_heads, dim=width)
+    if TYPE_CHECKING:
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        """What the module does beyond the plain mechanism."""
-        return dropout_ask(module)
+        def __getattr__(self, name: str) -> Any:
+            """What the timm class brings along."""
+
+    def __init_subclass__(cls) -> None:
+        if "original" in vars(cls):
+            BY_ORIGINAL[cls.original] = cls
 
     @classmethod
-    def asks_in(cls, model: nn.Module, module: Any) -> list[Ask]:
-        """`asks`, where the model around the module decides: a bias or a rotation that it hands in with the call."""
-        return cls.asks(module)
+    def shape(cls, module: Any) -> Shape:
+        """Heads and widths, for building a mechanism: those of the packed projection, or else of the queries'."""
+        packed = getattr(module, "qkv", None)
+        alone = (getattr(module, name, None) for name in ("q", "wq", "q_proj"))
+        first = packed if packed is not None else next(found for found in alone if found is not None)
+        out, dim = first.weight.shape[:2]
+        width = (out if packed is None else out // 3) // module.num_heads
+        return Shape(module.num_heads, getattr(module, "head_dim", width), dim=dim)
+
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        """What the module does in this model beyond the plain mechanism, as far as it was not dropped before."""
+        there = [feature for feature, held in cls.features.items() if not held or has(module, held[0])]
+        if getattr(getattr(module, "attn_drop", None), "p", 0.0):
+            there.append("attention_dropout")
+        gone = getattr(module, "given_up", ())
+        asks = [FEATURES[name] for name in there if not (FEATURES[name].removable and name in gone)]
+        width = [ANOTHER_WIDTH] if changes_width(getattr(module, "proj", None)) else []
+        return [*asks, *cls.needs, *width]
+
+    @classmethod
+    def give_up(cls, module: Any, feature: str) -> None:
+        """Take a dropped feature out, with its parameters."""
+        for name in cls.features.get(feature, ()):
+            setattr(module, name, None)
 
     @staticmethod
     def defaults(module: Any, mechanism: str) -> dict[str, Any]:
@@ -177,17 +138,21 @@ class Host(nn.Module):
         return {}
 
     @staticmethod
-    def give_up(module: Any, feature: str) -> None:
-        """Remove the parameters of a dropped feature."""
-
-    @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
         """The key grid of a call with these arguments, for mechanisms whose parameters depend on it."""
         return None
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         """Once per model, after the swap: hooks for hosts that only see a sequence."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values by one packed projection."""
+        return unpack(self.qkv(x), 3, self.num_heads)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """`(batch, tokens, channels)` as `(batch, heads, tokens, head_dim)`."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def attend(
         self,
@@ -207,56 +172,135 @@ class Host(nn.Module):
         x = x if self.mechanism.capabilities.input else None
         return self.mechanism(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x)
 
+    def project_out(self, out: Tensor, q: Tensor) -> Tensor:
+        """The heads joined and projected, and what the mechanism does behind that."""
+        return self.mechanism.after_projection(self.proj(merge_heads(out)), q)
 
-def follow_grids(model: nn.Module, kind: type[Host]) -> None:
-    """Give hosts that only see a sequence the grid of the image now passing through."""
-    for owner in model.modules():
-        if stem(owner) is None:
-            continue
-        hosts = [module for module in owner.modules() if isinstance(module, Host)]
-        new = [host for host in hosts if isinstance(host, kind) and host.grids is None]
-        if not new:
-            continue
-        grids = next((host.grids for host in hosts if host.grids is not None), None)
-        if grids is None:
-            grids = Grids()
-            grids.follow(owner)
-        for host in new:
-            host.grids = grids
+
+class SequenceHost(Host):
+    """A host that only sees a sequence of tokens; hooks tell it which grid they lie on."""
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
+        return image.grid
+
+    @classmethod
+    def prepare(cls, model: nn.Module) -> None:
+        follow_grids(model, cls)
+
+    @property
+    def token_grid(self) -> TokenGrid | None:
+        return self.grids.grid if self.grids is not None else None
+
+
+class PlainHost(SequenceHost):
+    """The plain case: one projection in, one out, and a sequence between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        return self.proj_drop(self.project_out(self.attend(q, k, v, self.token_grid, x=x), q))
+
+
+class PictureHost(Host):
+    """A host that sees a picture `(batch, channels, height, width)`."""
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
+        return grid_of(args[0])
+
+
+class ChannelsLastHost(Host):
+    """A host that sees a picture `(batch, height, width, channels)`."""
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
+        return TokenGrid(args[0].shape[1], args[0].shape[2])
+
+
+class WindowHost(Host):
+    """A host that sees the tokens of one window."""
+
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
+        return replace(super().shape(module), grid=TokenGrid(*module.window_size))
+
+    @property
+    def window(self) -> TokenGrid:
+        return TokenGrid(*self.window_size)
+
+
+class OffsetBiasHost(Host):
+    """LeViT's relative position, which others took over: a table of one value for each |Δrow|, |Δcolumn|."""
+
+    features = {"relative_bias": ("attention_biases", "attention_bias_idxs")}
+
+    def _init_buffers(self) -> None:
+        if self.attention_biases is not None:
+            super()._init_buffers()  # type: ignore[misc]
+
+    def bias(self, keys: TokenGrid, stride: int = 1) -> Tensor | None:
+        """The bias for a mechanism with logits, `(1, heads, queries, keys)`.
+
+        Learned at `resolution`; on another grid the table is resized bilinearly, so that any input size works.
+        """
+        table, learned, size = self.attention_biases, to_2tuple(self.resolution), (keys.height, keys.width)
+        if table is None or not has_logits(self.mechanism):
+            return None
+        if size != tuple(learned):
+            table = F.interpolate(table[None].unflatten(-1, tuple(learned)), size, mode="bilinear")[0].flatten(-2)
+        rows, columns = (torch.arange(side, device=table.device) for side in size)
+        row = (rows[::stride, None] - rows[None, :]).abs()
+        column = (columns[::stride, None] - columns[None, :]).abs()
+        index = row[:, None, :, None] * keys.width + column[None, :, None, :]
+        return table[:, index.flatten(2).flatten(0, 1)][None]
+
+    def split_packed(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of heads that lie one behind the other."""
+        return self.split_heads(packed).split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
+
+
+def has(module: nn.Module, name: str) -> bool:
+    return getattr(module, name, None) is not None
 
 
 def given(model: nn.Module, module: nn.Module, part: str) -> bool:
     """Whether a model around this module has the named part, which it hands in with the call."""
     return any(
-        getattr(owner, part, None) is not None and any(inner is module for inner in owner.modules())
+        has(owner, part) and any(inner is module for inner in owner.modules())
         for owner in model.modules()
         if owner is not module
     )
 
 
-def dropout_ask(module: Any) -> list[Ask]:
-    """Dropout on attention weights, where the model was built with it."""
-    rate = getattr(getattr(module, "attn_drop", None), "p", 0.0)
-    return [Ask("attention_dropout", lambda mechanism: False)] if rate else []
+def unpack(packed: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """`(batch, tokens, parts · heads · head_dim)` as so many `(batch, heads, tokens, head_dim)`."""
+    return packed.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def offset_bias(table: Tensor, resolution: tuple[int, int], keys: TokenGrid, stride: int = 1) -> Tensor:
-    """The bias of LeViT and EfficientFormerV2, `(1, heads, queries, keys)`: one value for each |Δrow|, |Δcolumn|.
-
-    Learned at `resolution`; on another grid the table is resized bilinearly, so that any input size works.
-    """
-    height, width = keys.height, keys.width
-    if (height, width) != tuple(resolution):
-        table = F.interpolate(table[None].unflatten(-1, tuple(resolution)), (height, width), mode="bilinear")
-        table = table[0].flatten(-2)
-    rows, columns = torch.arange(height, device=table.device), torch.arange(width, device=table.device)
-    row = (rows[::stride, None] - rows[None, :]).abs()
-    column = (columns[::stride, None] - columns[None, :]).abs()
-    index = row[:, None, :, None] * width + column[None, :, None, :]
-    queries = -(-height // stride) * -(-width // stride)
-    return table[:, index.reshape(queries, keys.tokens)][None]
+def biased_projection(host: Any, x: Tensor) -> Tensor:
+    """One packed projection with its bias in three parts, of which the keys' is a buffer of zeros."""
+    bias = None if host.q_bias is None else torch.cat((host.q_bias, host.k_bias, host.v_bias))
+    return F.linear(x, host.qkv.weight, bias)
 
 
-def refuse_mask(is_causal: bool) -> None:
+def merge_heads(out: Tensor) -> Tensor:
+    return out.transpose(1, 2).flatten(2)
+
+
+def grid_of(picture: Tensor) -> TokenGrid:
+    return TokenGrid(picture.shape[-2], picture.shape[-1])
+
+
+def to_tokens(picture: Tensor) -> Tensor:
+    """`(batch, channels, height, width)` as `(batch, tokens, channels)`."""
+    return picture.flatten(2).transpose(1, 2)
+
+
+def after_projection(mechanism: Mechanism, picture: Tensor, q: Tensor) -> Tensor:
+    """The mechanism's last word on a projected output that is a picture."""
+    return mechanism.after_projection(to_tokens(picture), q).transpose(1, 2).reshape(picture.shape)
+
+
+def refuse_causal(is_causal: bool) -> None:
     if is_causal:
         raise LinvitError("a converted model cannot run causally: images have no order")

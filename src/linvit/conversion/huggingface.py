@@ -23,7 +23,18 @@ from transformers.models.siglip.modeling_siglip import SiglipAttention
 from transformers.models.vit.modeling_vit import ViTAttention
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, bias_ask, refuse_mask, stem
+from linvit.conversion.grids import Grids, stem
+from linvit.conversion.host import (
+    BY_ORIGINAL,
+    FEATURES,
+    Ask,
+    ChannelsLastHost,
+    Host,
+    SequenceHost,
+    has_logits,
+    refuse_causal,
+    unpack,
+)
 from linvit.conversion.hosts.vit import split_mask
 from linvit.errors import LinvitError, unknown
 
@@ -42,14 +53,13 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for attention: the mechanism of the module. Weights are not returned, as by SDPA."""
-    refuse_mask(bool(is_causal))
+    refuse_causal(bool(is_causal))
     usual = query.shape[-1] ** -0.5
     if scaling is not None and scaling != usual:
         query = query * (scaling / usual)
     mask, bias = split_mask(attention_mask, module.mechanism)
     module.passing.query = query
-    grid = module.grids.grid if module.grids is not None else None
-    out = module.attend(query, key, value, grid, mask=mask, bias=bias, x=module.passing.input)
+    out = module.attend(query, key, value, module.token_grid, mask=mask, bias=bias, x=module.passing.input)
     return out.transpose(1, 2), None
 
 
@@ -69,40 +79,37 @@ class Passing:
     query: Tensor | None = None
 
 
-class InterfaceHost(Host):
+class InterfaceHost(SequenceHost):
     """A module that asks the interface for its attention.
 
     Each has a config of its own that says whom it asks: kept layers ask PyTorch's, and choosing another implementation
     for the model does not bring softmax back. The model's config, asked for masks only, says linvit too.
     """
 
-    config: Any
     passing: Passing
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
         heads = getattr(module, "num_attention_heads", None) or module.num_heads
         return Shape(heads, module.head_dim, dim=module.q_proj.in_features)
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
         rate = getattr(module, "attention_dropout", getattr(module, "dropout", 0.0))
-        return [Ask("attention_dropout", lambda mechanism: False)] if rate else []
+        return [FEATURES["attention_dropout"]] if rate else []
 
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
+    @classmethod
+    def give_up(cls, module: Any, feature: str) -> None:
         if feature == "attention_dropout":
             module.attention_dropout = module.dropout = 0.0
 
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
-        return image.grid
-
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        found = {name: module for name, module in hosts if isinstance(module, InterfaceHost)}
-        for _, attention in hosts:
-            module: Any = attention
+    def prepare(cls, model: nn.Module) -> None:
+        found = {name: module for name, module in model.named_modules() if isinstance(module, InterfaceHost)}
+        module: Any
+        for module in list(model.modules()):
+            if not isinstance(module, InterfaceHost) and host_in_transformers(module) is None:
+                continue
             shared = module.config
             module.config = copy.copy(shared)
             module.config._attn_implementation = "sdpa"
@@ -114,12 +121,12 @@ class InterfaceHost(Host):
             if stem(owner) is None or type(owner).__module__.split(".")[0] != "transformers":
                 continue
             around = name.rpartition(".")[0]
-            inside = [module for place, module in found.items() if place.startswith(around)]
-            if inside and all(module.grids is None for module in inside):
+            inside = [host for place, host in found.items() if place.startswith(around)]
+            if inside and all(host.grids is None for host in inside):
                 grids = Grids()
                 grids.follow(owner)
-                for module in inside:
-                    module.grids = grids
+                for host in inside:
+                    host.grids = grids
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.passing.input = hidden_states
@@ -153,50 +160,38 @@ class HFCLIPHost(InterfaceHost, CLIPAttention):
     original = CLIPAttention
 
 
-class _SamBase(Host):
+class _SamBase(ChannelsLastHost):
+    features = {"relative_bias": ("rel_pos_h", "rel_pos_w")}
     num_attention_heads: int
     use_rel_pos: bool
-    qkv: nn.Linear
-    proj: nn.Linear
-    rel_pos_h: Any
-    rel_pos_w: Any
-    get_decomposed_rel_pos: Any
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
         dim = module.qkv.in_features
         return Shape(module.num_attention_heads, dim // module.num_attention_heads, dim=dim)
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        dropout = [Ask("attention_dropout", lambda mechanism: False)] if module.dropout else []
-        return ([bias_ask("relative_bias")] if module.use_rel_pos else []) + dropout
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return super().asks(model, module) + ([FEATURES["attention_dropout"]] if module.dropout else [])
 
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
+    @classmethod
+    def give_up(cls, module: Any, feature: str) -> None:
+        super().give_up(module, feature)
         if feature == "relative_bias":
             module.use_rel_pos = False
-            module.rel_pos_h = module.rel_pos_w = None
         elif feature == "attention_dropout":
             module.dropout = 0.0
 
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
-        return TokenGrid(args[0].shape[1], args[0].shape[2])
-
     def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:
-        batch, height, width, _ = hidden_states.shape
+        size, heads = (hidden_states.shape[1], hidden_states.shape[2]), self.num_attention_heads
         tokens = hidden_states.flatten(1, 2)
-        heads = self.num_attention_heads
-        q, k, v = self.qkv(tokens).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = unpack(self.qkv(tokens), 3, heads)
         bias = None
-        if self.use_rel_pos and self.mechanism.capabilities.bias:
-            size = (height, width)
+        if self.use_rel_pos and has_logits(self.mechanism):
             bias = self.get_decomposed_rel_pos(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
-            bias = bias.reshape(batch, heads, height * width, height * width)
-        out = self.attend(q, k, v, TokenGrid(height, width), bias=bias, x=tokens)
-        out = self.mechanism.after_projection(self.proj(out.transpose(1, 2).flatten(2)), q)
-        return out.unflatten(1, (height, width)), None
+            bias = bias.reshape(len(q), heads, tokens.shape[1], tokens.shape[1])
+        out = self.attend(q, k, v, TokenGrid(*size), bias=bias, x=tokens)
+        return self.project_out(out, q).unflatten(1, size), None
 
 
 class HFSamHost(_SamBase, SamVisionAttention):
@@ -207,17 +202,7 @@ class HFSamSdpaHost(_SamBase, SamVisionSdpaAttention):
     original = SamVisionSdpaAttention
 
 
-HOSTS: tuple[type[Host], ...] = (
-    HFViTHost,
-    HFDeiTHost,
-    HFDinov2Host,
-    HFDinov2RegistersHost,
-    HFSiglipHost,
-    HFCLIPHost,
-    HFSamHost,
-    HFSamSdpaHost,
-)
-BY_ORIGINAL = {host.original: host for host in HOSTS}
+HOSTS = tuple(host for host in BY_ORIGINAL.values() if host.__module__ == __name__)
 
 
 def host_in_transformers(module: nn.Module) -> type[Host] | None:
@@ -227,7 +212,7 @@ def host_in_transformers(module: nn.Module) -> type[Host] | None:
     return None if text else host
 
 
-def build_model(name: str, config: dict[str, Any]) -> nn.Module:
+def from_config(name: str, config: dict[str, Any]) -> nn.Module:
     """A model of transformers by the name of its class, from its config and without weights."""
     cls: Any = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):

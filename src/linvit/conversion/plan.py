@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from linvit.attention import list_mechanisms, mechanism_class
+from linvit.codec import from_plain, to_plain
 from linvit.errors import LinvitError, unknown
 
 
@@ -31,7 +32,7 @@ class Choice:
         return f"{self.mechanism}({options})" if options else self.mechanism
 
 
-VERSION = 1  # of the plan as plain data
+VERSION = 1
 COMMA = re.compile(r",(?![^\[{(]*[\]})])")  # one that stands outside brackets
 PLACES = ("first", "last", "alternating")
 
@@ -59,7 +60,7 @@ class Pick:
 class Rule:
     """What hosts at these positions, or with names that this pattern finds, get; `None` keeps them as they are."""
 
-    choice: Choice | None
+    choice: Choice | None = None
     layers: tuple[int, ...] | Pick | None = None
     pattern: str | None = None
     optional: bool = False  # a model without such a layer is no mistake
@@ -68,7 +69,7 @@ class Rule:
         try:
             re.compile(self.pattern or "")
         except re.error as error:
-            raise LinvitError(f"the pattern '{self.pattern}' is no regular expression: {error}") from None
+            raise LinvitError(f"the pattern '{self.pattern}' is not a regular expression: {error}") from None
 
     def matching(self, names: Sequence[str]) -> set[int]:
         """Positions of the hosts this rule speaks of."""
@@ -87,12 +88,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rules in order, then the default; `None` keeps a host. `drop` names what linear mechanisms may give up."""
+    """Rules in order, then the default; `None` keeps a host.
+
+    `drop` is a permission: what a mechanism may give up where it cannot honour it. Layers whose mechanism can honour it
+    keep it, other than what a user names in `convert(..., drop=…)`.
+    """
 
     name: str
     default: Choice | None
     rules: tuple[Rule, ...] = ()
     drop: tuple[str, ...] = ()
+    version: int = VERSION  # of the plan as plain data
 
     def choices(self, names: Sequence[str]) -> list[Choice | None]:
         """The choice for each host, in the order of the model. The first rule wins, but two that name the same layer by
@@ -111,67 +117,20 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with a version. `from_dict` reads it back."""
-        data = {"version": VERSION, **asdict(self)}
         try:
-            return cast(dict[str, Any], json.loads(json.dumps(data, allow_nan=False)))
+            return cast(dict[str, Any], json.loads(json.dumps({"version": VERSION, **to_plain(self)}, allow_nan=False)))
         except (TypeError, ValueError) as error:
             raise LinvitError(f"plan {self.name} has an option that JSON cannot hold: {error}") from None
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
         """A plan from what `to_dict` made, or from JSON written by hand."""
-        return read_plan(data)
-
-
-def read_plan(data: Any) -> Plan:
-    """Check plain data field by field and make it a plan."""
-    version = data.get("version") if isinstance(data, dict) else None
-    if not isinstance(version, int) or version < 1:
-        raise LinvitError(f'a plan is a JSON object with "version": {VERSION}')
-    if version > VERSION:
-        raise LinvitError(f"the plan has version {version}, this linvit reads up to {VERSION}: upgrade linvit")
-    found = read_fields("plan", data, version=int, name=str, default=(dict, type(None)), rules=list, drop=list)
-    if "name" not in found or "default" not in found:
-        raise LinvitError('a plan needs a "name" and a "default": a mechanism, or null to keep the layers')
-    drop = found.get("drop", [])
-    if not all(isinstance(feature, str) for feature in drop):
-        raise LinvitError("the plan's drop must be a list of names")
-    rules = tuple(read_rule(rule) for rule in found.get("rules", []))
-    return Plan(found["name"], read_choice(found["default"]), rules, tuple(drop))
-
-
-def read_rule(data: Any) -> Rule:
-    kinds = {"choice": (dict, type(None)), "pattern": (str, type(None)), "layers": (list, dict, type(None))}
-    found = read_fields("rule of the plan", data, **kinds, optional=bool)
-    layers = found.get("layers")
-    if isinstance(layers, dict):
-        layers = Pick(**read_fields("pick of layers", {"count": 0, **layers}, count=int, where=str))
-    elif layers is not None:
-        if not all(type(layer) is int for layer in layers):
-            raise LinvitError("layers of the plan must be whole numbers")
-        layers = tuple(layers)
-    return Rule(read_choice(found.get("choice")), layers, found.get("pattern"), found.get("optional", False))
-
-
-def read_choice(data: Any) -> Choice | None:
-    if data is None:
-        return None
-    found = read_fields("choice of the plan", data, mechanism=str, options=dict)
-    if "mechanism" not in found:
-        raise LinvitError('a choice of the plan needs a "mechanism"')
-    return Choice(found["mechanism"], found.get("options", {}))
-
-
-def read_fields(what: str, data: Any, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
-    """The object's fields; one that is unknown or of another kind is a mistake."""
-    if not isinstance(data, dict):
-        raise LinvitError(f"a {what} must be a JSON object, got {data!r}")
-    for key, value in data.items():
-        if key not in kinds:
-            raise unknown(f"field of a {what}", key, kinds)
-        if not isinstance(value, kinds[key]) or (isinstance(value, bool) and kinds[key] is not bool):
-            raise LinvitError(f"'{key}' of a {what} cannot be {value!r}")
-    return data
+        version = data.get("version") if isinstance(data, dict) else None
+        if not isinstance(version, int) or version < 1:
+            raise LinvitError(f'a plan is a JSON object with "version": {VERSION}')
+        if version > VERSION:
+            raise LinvitError(f"the plan has version {version}, this linvit reads up to {VERSION}: upgrade linvit")
+        return from_plain(cls, data, "the plan")
 
 
 def mixa(*, keep: int | Sequence[int] = 6, where: str = "first", local: int = 0) -> Plan:

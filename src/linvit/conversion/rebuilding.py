@@ -8,7 +8,8 @@ so that a saved model is known to load.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import timm
@@ -17,7 +18,8 @@ from timm.models import is_model, list_models
 from torch import nn
 
 from linvit.attention import TokenGrid
-from linvit.conversion.convert import build_mechanism, find_hosts, install
+from linvit.codec import to_plain
+from linvit.conversion.convert import Step, build_mechanism, find_hosts, install
 from linvit.conversion.host import Host
 from linvit.conversion.plan import Choice
 from linvit.errors import LinvitError, unknown
@@ -29,14 +31,25 @@ PASSING |= {"fused_attn", "impl", "target_shift_size"}
 PLAIN = (bool, int, float, str, type(None))
 
 
-def build(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """The model without its weights."""
+@dataclass(frozen=True)
+class SavedLayer:
+    """The mechanism of one converted layer, as it was built."""
+
+    name: str
+    mechanism: str
+    options: dict[str, Any]
+    grid: tuple[int, int, int] | None  # height, width and prefix
+    dropped: tuple[str, ...]
+
+
+def rebuild(name: str, args: Mapping[str, Any]) -> nn.Module:
+    """A model by its name and arguments, without its weights."""
     if name.startswith("transformers:"):
         try:
-            from linvit.conversion.huggingface import PREFIX, build_model
+            from linvit.conversion.huggingface import PREFIX, from_config
         except ImportError:
             raise LinvitError("this is a Hugging Face model: pip install linvit[transformers]") from None
-        return build_model(name.removeprefix(PREFIX), dict(args))
+        return from_config(name.removeprefix(PREFIX), dict(args))
     if not is_model(name):
         raise unknown("model", name, list_models())
     try:
@@ -47,70 +60,62 @@ def build(name: str, args: Mapping[str, Any]) -> nn.Module:
         raise LinvitError(f"{name} cannot be built with {dict(args)}: {error}") from error
 
 
-def layers_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Which converted layer has which mechanism, as it was built."""
-    rows = []
+def saved_layers(model: nn.Module) -> Iterator[SavedLayer]:
+    """The converted layers of a model."""
     for name, module in find_hosts(model):
         if isinstance(module, Host):
-            grid = module.mechanism.shape.grid
-            rows.append(
-                {
-                    "name": name,
-                    "mechanism": module.mechanism.name,
-                    "options": module.mechanism.options,
-                    "grid": None if grid is None else [grid.height, grid.width, grid.prefix],
-                    "dropped": list(module.given_up),
-                }
-            )
-    return rows
+            mechanism, grid = module.mechanism, module.mechanism.shape.grid
+            places = None if grid is None else (grid.height, grid.width, grid.prefix)
+            yield SavedLayer(name, mechanism.name, mechanism.options, places, module.given_up)
 
 
-def install_layers(model: nn.Module, rows: list[dict[str, Any]]) -> None:
-    """Give a freshly built model the mechanisms that `layers_of` listed."""
-    hosts = find_hosts(model)
-    found = dict(hosts)
+def layers_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Which converted layer has which mechanism, as plain data."""
+    return [to_plain(layer) for layer in saved_layers(model)]
+
+
+def install_layers(model: nn.Module, layers: Iterable[SavedLayer]) -> None:
+    """Give a freshly built model the mechanisms that another one had."""
+    found = dict(find_hosts(model))
     steps = []
-    for row in rows:
-        if row["name"] not in found:
-            raise LinvitError(f"the config names the layer {row['name']}, which {type(model).__name__} does not have")
-        module = found[row["name"]]
-        grid = None if row["grid"] is None else TokenGrid(*row["grid"])
-        mechanism = build_mechanism(module, Choice(row["mechanism"], row["options"]), grid, "auto")
-        steps.append((module, mechanism, tuple(row["dropped"])))
-    install(model, hosts, steps)
+    for layer in layers:
+        if layer.name not in found:
+            raise LinvitError(f"the config names the layer {layer.name}, which {type(model).__name__} does not have")
+        module, choice = found[layer.name], Choice(layer.mechanism, layer.options)
+        grid = None if layer.grid is None else TokenGrid(*layer.grid)
+        mechanism = build_mechanism(module, choice, grid, "auto")
+        steps.append(Step(layer.name, module, choice, mechanism, layer.dropped))
+    install(model, steps)
 
 
 def origin(
-    model: nn.Module, name: str | None, args: Mapping[str, Any] | None, rows: list[dict[str, Any]]
+    model: nn.Module, name: str | None = None, args: Mapping[str, Any] | None = None
 ) -> tuple[str, dict[str, Any]]:
     """The name and the arguments that build this model; an error where they cannot be told."""
-    if hugging(model):
-        from linvit.conversion.huggingface import origin_of
-
-        name, found = origin_of(model)  # type: ignore[arg-type]
-        with torch.device("meta"):
-            again = build(name, found)
-            install_layers(again, rows)
-        return prove(model, again, name, found, "it was changed after it was built")
-    noted = getattr(model, "linvit_origin", {})
-    name = name or noted.get("name") or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
-    if not name:
-        raise LinvitError(f"this {type(model).__name__} has no timm name: give model_name='…' and model_args={{…}}")
-    known = {**(noted.get("args", {}) if name == noted.get("name") else {}), **(args or {})}
+    layers = list(saved_layers(model))
+    hint = "it was changed after it was built"
     with torch.device("meta"):
-        found = {**known, **discover(model, build(name, known))}
-        again = build(name, found)
-        install_layers(again, rows)
-    lacking = "'img_size': …" if "img_size" in parameters(inner(again)) - found.keys() else "…"
-    return prove(model, again, name, found, f"give model_args={{{lacking}}}")
+        if hugging(model):
+            from linvit.conversion.huggingface import origin_of
 
-
-def prove(model: nn.Module, again: nn.Module, name: str, args: dict[str, Any], hint: str) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments, if they built the same model."""
+            name, found = origin_of(model)  # type: ignore[arg-type]
+            again = rebuild(name, found)
+        else:
+            noted = getattr(model, "linvit_origin", {})
+            name = name or noted.get("name") or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+            if not name:
+                kind = type(model).__name__
+                raise LinvitError(f"this {kind} has no timm name: give model_name='…' and model_args={{…}}")
+            known = {**(noted.get("args", {}) if name == noted.get("name") else {}), **(args or {})}
+            found = {**known, **discover(model, rebuild(name, known))}
+            again = rebuild(name, found)
+            lacking = "'img_size': …" if "img_size" in parameters(inner(again)) - found.keys() else "…"
+            hint = f"give model_args={{{lacking}}}"
+        install_layers(again, layers)
     difference = next(differences(model, again), None)
     if difference:
-        raise LinvitError(f"{name} built with {args} is not this model: {difference}; {hint}")
-    return name, args
+        raise LinvitError(f"{name} built with {found} is not this model: {difference}; {hint}")
+    return name, found
 
 
 def parameters(model: nn.Module) -> set[str]:

@@ -1,17 +1,19 @@
-"""Relative position tables on grids they were not learned on, so that a converted model takes any input size."""
+"""Relative positions on grids they were not learned on, and hosts whose model may hold one table for all layers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from timm.layers import PatchEmbed
-from timm.layers.pos_embed_rel import RelPosBiasTf, RelPosMlp, gen_relative_log_coords, gen_relative_position_index
+from timm.layers import PatchEmbed, RelPosBias, RelPosMlp
+from timm.layers.pos_embed_rel import RelPosBiasTf, gen_relative_log_coords, gen_relative_position_index
+from timm.models.beit import RelativePositionBias
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import TokenGrid
-from linvit.conversion.host import Host, stem
+from linvit.conversion.grids import Grids, stem
+from linvit.conversion.host import FEATURES, Ask, SequenceHost, given
 
 
 def table_bias(table: Tensor, window: tuple[int, int], grid: TokenGrid) -> Tensor:
@@ -49,10 +51,87 @@ def resized_bias(rel_pos: Any, grid: TokenGrid) -> Tensor:
     return table_bias(table, rel_pos.window_size, grid)
 
 
-def any_image_size(model: nn.Module, kind: type[Host]) -> None:
-    """Let a model whose only positions are relative take images of any size: its patch embedding insists on one."""
-    for owner in model.modules():
-        embed = stem(owner)
-        relative = getattr(owner, "pos_embed", None) is None
-        if relative and isinstance(embed, PatchEmbed) and any(isinstance(m, kind) for m in owner.modules()):
-            embed.strict_img_size = False
+def on_grid(module: Any, grid: TokenGrid | None) -> bool:
+    """Whether this is the grid that a module's positions were learned on; where it is not known they are taken so."""
+    return grid is None or (grid.height, grid.width) == tuple(module.window_size)
+
+
+class _FollowsGrid:
+    """A table or an MLP of relative positions, for the grid of the image now passing through."""
+
+    grids: Grids | None = None
+
+    @property
+    def now(self) -> TokenGrid | None:
+        return self.grids.grid if self.grids is not None else None
+
+    def get_bias(self) -> Tensor:
+        return super().get_bias() if on_grid(self, self.now) else resized_bias(self, self.now)  # type: ignore
+
+
+class GridRelPosBias(_FollowsGrid, RelPosBias):
+    pass
+
+
+class GridRelPosMlp(_FollowsGrid, RelPosMlp):
+    pass
+
+
+class GridBeitBias(_FollowsGrid, RelativePositionBias):
+    def forward(self) -> Tensor:
+        return super().forward() if on_grid(self, self.now) else resized_bias(self, self.now)  # type: ignore[arg-type]
+
+
+FOLLOWERS: dict[type[nn.Module], type[Any]] = {
+    RelPosBias: GridRelPosBias,
+    RelPosMlp: GridRelPosMlp,
+    RelativePositionBias: GridBeitBias,
+}
+
+
+class SharedBiasHost(SequenceHost):
+    """Relative positions of the layer's own, or one module of the model that hands its bias to all layers.
+
+    The shared one goes once no layer uses it. A model whose only positions are these takes any image size.
+    """
+
+    shared: ClassVar[str]  # the model's attribute
+    uses_shared = True
+
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        asks = super().asks(model, module)
+        bias = FEATURES["relative_bias"]
+        if bias not in asks and getattr(module, "uses_shared", True) and given(model, module, cls.shared):
+            asks.append(bias)
+        return asks
+
+    @classmethod
+    def give_up(cls, module: Any, feature: str) -> None:
+        super().give_up(module, feature)
+        if feature == "relative_bias":
+            module.uses_shared = False
+
+    @classmethod
+    def prepare(cls, model: nn.Module) -> None:
+        super().prepare(model)
+        for owner in model.modules():
+            inside = [module for module in owner.modules() if isinstance(module, cls.original)]
+            grids = next((module.grids for module in inside if isinstance(module, cls)), None)
+            if grids is None:
+                continue
+            take_any_size(owner)
+            if hasattr(owner, cls.shared) and not any(getattr(m, "uses_shared", True) for m in inside):
+                setattr(owner, cls.shared, None)
+            if stem(owner) is not None:
+                for module in list(owner.modules()):
+                    if type(module) in FOLLOWERS:
+                        module.__class__ = FOLLOWERS[type(module)]
+                        module.grids = grids  # type: ignore[assignment]
+
+
+def take_any_size(owner: nn.Module) -> None:
+    """Let a model without absolute positions take images of any size: its patch embedding insists on one."""
+    embed = stem(owner)
+    if getattr(owner, "pos_embed", None) is None and isinstance(embed, PatchEmbed):
+        embed.strict_img_size = False

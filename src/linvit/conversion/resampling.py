@@ -18,22 +18,20 @@ from torch import nn
 from linvit.errors import LinvitError
 
 
-def resample_patches(model: nn.Module, patch_size: int, input_size: int | tuple[int, int] | None = None) -> None:
-    """Give a ViT, EVA or Swin another patch size, in place. The input size stays unless told."""
+def resample_patches(model: nn.Module, patch_size: int, size: int | tuple[int, int] | None = None) -> None:
+    """Give a ViT, EVA or Swin another patch size, in place. The image size stays unless told."""
     if not hasattr(getattr(model, "patch_embed", None), "set_input_size"):
         raise LinvitError(f"{type(model).__name__} has no patch embedding that can be resampled")
     if patch_size < 1:
         raise LinvitError(f"the patch size must be at least 1, got {patch_size}")
-    height, width = size = new_size(model, input_size)
+    height, width = pixels = new_size(model, size)
     padded = getattr(model.patch_embed, "dynamic_img_pad", False)
     if not padded and (height % patch_size or width % patch_size):
-        raise LinvitError(
-            f"{height}×{width} pixels cannot be cut into patches of {patch_size}: give another input_size"
-        )
-    resize(model, img_size=size, patch_size=to_2tuple(patch_size))
+        raise LinvitError(f"{height}×{width} pixels cannot be cut into patches of {patch_size}: give another size")
+    resize(model, img_size=pixels, patch_size=to_2tuple(patch_size))
 
 
-def resample_windows(model: nn.Module, window_size: int, input_size: int | tuple[int, int] | None = None) -> None:
+def resample_windows(model: nn.Module, window_size: int, size: int | tuple[int, int] | None = None) -> None:
     """Give a Swin another window size, in place; its relative bias is interpolated, where it has one.
 
     A stage with fewer tokens than that a side has one window of the whole picture, as timm builds it.
@@ -42,15 +40,29 @@ def resample_windows(model: nn.Module, window_size: int, input_size: int | tuple
         raise LinvitError(f"{type(model).__name__} has no windows that can be resized")
     if window_size < 1:
         raise LinvitError(f"the window size must be at least 1, got {window_size}")
-    resize(model, img_size=new_size(model, input_size), window_size=to_2tuple(window_size))
+    resize(model, img_size=new_size(model, size), window_size=to_2tuple(window_size))
 
 
-def new_size(model: Any, input_size: int | tuple[int, int] | None) -> tuple[int, int]:
+def resample(
+    model: Any,
+    *,
+    size: int | tuple[int, int] | None = None,
+    patch_size: int | None = None,
+    window_size: int | None = None,
+) -> None:
+    """Resample what has a size, where that is asked for or the model fixes its image size."""
+    if window_size is not None:
+        resample_windows(model, window_size, size)
+    if patch_size is not None or (size is not None and hasattr(model, "set_input_size")):
+        resample_patches(model, patch_size or model.patch_embed.patch_size[0], size)
+
+
+def new_size(model: Any, size: int | tuple[int, int] | None) -> tuple[int, int]:
     """The size asked for, else the one the model is built for."""
-    if input_size is not None:
-        return to_2tuple(input_size)
-    size = getattr(model.patch_embed, "img_size", None)
-    return tuple(size) if size is not None else tuple(model.pretrained_cfg["input_size"][-2:])
+    if size is not None:
+        return to_2tuple(size)
+    built = getattr(model.patch_embed, "img_size", None)
+    return tuple(built) if built is not None else tuple(model.pretrained_cfg["input_size"][-2:])
 
 
 def resize(model: Any, **sizes: Any) -> None:

@@ -7,9 +7,9 @@ needs neither the softmax original nor its weights, and does not probe or choose
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,34 @@ from safetensors import SafetensorError
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
+from linvit.codec import from_plain, to_plain
 from linvit.conversion.convert import own_size
-from linvit.conversion.plan import Plan
-from linvit.conversion.rebuilding import build, hugging, inner, install_layers, layers_of, origin
+from linvit.conversion.rebuilding import SavedLayer, hugging, inner, install_layers, origin, rebuild, saved_layers
+from linvit.conversion.report import Conversion, Source
 from linvit.conversion.weights import PICKLES
 from linvit.errors import LinvitError
+from linvit.files import write_folder
 from linvit.version import __version__
 
 FORMAT = 1
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-KINDS = {"model": str, "args": dict, "layers": list, "conversions": list, "preprocessing": dict, "dtype": str}
+LOADING = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedConfig:
+    """What `config.json` holds. Fields that another version of linvit wrote beside these are passed over."""
+
+    format: int = FORMAT
+    linvit: str = __version__
+    model: str
+    args: dict[str, Any]
+    dtype: str
+    preprocessing: dict[str, Any]
+    classes: tuple[str, ...] = field(default=(), metadata={"sparse": True})
+    held_out_of: int | None = field(default=None, metadata={"sparse": True})
+    conversions: tuple[dict[str, Any], ...]
+    layers: tuple[SavedLayer, ...]
 
 
 def save(
@@ -44,32 +62,35 @@ def save(
     `model_name` its name where the model does not know it. That the model can be built again is checked first.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
-    rows = layers_of(model)
-    name, args = origin(model, model_name, model_args, rows)
-    config = {
-        "format": FORMAT,
-        "linvit": __version__,
-        "model": name,
-        "args": args,
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "preprocessing": preprocessing(model),
-        **({"classes": list(label_names(model))} if label_names(model) else {}),
-        **({"held_out_of": noted(model)["held_out_of"]} if noted(model).get("held_out_of") else {}),
-        "conversions": [{**done, "plan": done["plan"].to_dict()} for done in getattr(model, "linvit_conversions", [])],
-        "layers": rows,
-    }
+    name, args = origin(model, model_name, model_args)
+    config = SavedConfig(
+        model=name,
+        args=args,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        preprocessing=preprocessing(model),
+        classes=label_names(model),
+        held_out_of=noted(model).get("held_out_of") or None,
+        conversions=tuple(done.to_dict() for done in getattr(model, "linvit_conversions", [])),
+        layers=tuple(saved_layers(model)),
+    )
     try:
-        text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(to_plain(config), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise LinvitError(f"an argument of the model or an option of its layers cannot be saved: {error}") from None
     state = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in model.state_dict().items()}
-    write_folder(
-        Path(folder),
-        {
-            WEIGHTS: lambda path: safetensors.torch.save_file(state, path, {"format": "pt"}),
-            CONFIG: lambda path: Path(path).write_text(text, encoding="utf-8"),
-        },
-    )
+    files = {WEIGHTS: partial(write_weights, state), CONFIG: partial(write_text, text)}
+    write_folder(Path(folder), files)
+
+
+def write_weights(state: dict[str, Tensor], path: str) -> None:
+    try:
+        safetensors.torch.save_file(state, path, {"format": "pt"})
+    except SafetensorError as error:  # a full disk too
+        raise OSError(str(error)) from error
+
+
+def write_text(text: str, path: str) -> None:
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module:
@@ -77,9 +98,9 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module
     folder = Path(folder)
     config = read_config(folder)
     state = read_weights(folder / WEIGHTS)
-    model = build(config["model"], config["args"])
-    install_layers(model, config["layers"])
-    model.to(getattr(torch, config["dtype"]))
+    model = rebuild(config.model, config.args)
+    install_layers(model, config.layers)
+    model.to(getattr(torch, config.dtype))
     own = model.state_dict(keep_vars=True)
     wrong = next((key for key in sorted(own.keys() | state.keys()) if shape(own, key) != shape(state, key)), None)
     if wrong:
@@ -87,16 +108,15 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module
     for key, tensor in own.items():
         tensor.data = tensor.data.to(state[key].dtype)
     model.load_state_dict(state)
-    model.linvit_origin = {"name": config["model"], "args": config["args"]}  # type: ignore[assignment]
-    model.linvit_conversions = [  # type: ignore[assignment]
-        {**done, "plan": Plan.from_dict(done.get("plan"))} for done in config["conversions"]
-    ]
-    if not hugging(model) or "crop_pct" in config["preprocessing"]:
-        note(model, **config["preprocessing"])
-    if "classes" in config:
-        note(model, label_names=tuple(config["classes"]))
-    if "held_out_of" in config:
-        note(model, held_out_of=config["held_out_of"])
+    model.linvit_origin = {"name": config.model, "args": config.args}  # type: ignore[assignment]
+    model.linvit_source = Source(folder=str(folder.resolve()))  # type: ignore[assignment]
+    model.linvit_conversions = [Conversion.from_dict(done) for done in config.conversions]  # type: ignore[assignment]
+    if not hugging(model) or "crop_pct" in config.preprocessing:
+        note(model, **config.preprocessing)
+    if config.classes:
+        note(model, label_names=config.classes)
+    if config.held_out_of:
+        note(model, held_out_of=config.held_out_of)
     return model.to(device).eval()
 
 
@@ -139,7 +159,7 @@ def shape(tensors: Mapping[str, Tensor], key: str) -> tuple[int, ...] | None:
     return tuple(tensors[key].shape) if key in tensors else None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> SavedConfig:
     """The checked config of a saved model."""
     if folder.is_file():
         if folder.suffix in PICKLES:
@@ -149,44 +169,41 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise LinvitError(f"there is no folder {folder}")
     path = folder / CONFIG
     if not path.is_file():
-        pickle = next((file for file in sorted(folder.iterdir()) if file.suffix in PICKLES), None)
-        raise pickled(pickle) if pickle else LinvitError(f"{folder} holds no {CONFIG}: linvit.save did not write it")
+        refuse_pickles(folder)
+        raise LinvitError(f"{folder} holds no {CONFIG}: linvit.save did not write it")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise LinvitError(f"{path} is damaged: {error}") from None
-    version = config.get("format") if isinstance(config, dict) else None
-    if type(version) is not int or "linvit" not in config:
+    version = data.get("format") if isinstance(data, dict) else None
+    if type(version) is not int or "linvit" not in data:
         raise LinvitError(f"{path} is not one that linvit.save wrote")
     if version > FORMAT:
         raise LinvitError(
-            f"{path} has format {version}, written by linvit {config['linvit']}; this one reads up to {FORMAT}: upgrade"
+            f"{path} has format {version}, written by linvit {data['linvit']}; this one reads up to {FORMAT}: upgrade"
         )
-    for key, kind in KINDS.items():
-        if not isinstance(config.get(key), kind):
-            raise LinvitError(f"{path} is damaged: '{key}' is {config.get(key)!r}")
-    loading = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
-    if loading & config["args"].keys():
-        raise LinvitError(f"{path} asks for other weights than its own by '{min(loading & config['args'].keys())}'")
-    for row in config["layers"]:
-        if not isinstance(row, dict) or not {"name", "mechanism", "options", "grid", "dropped"} <= row.keys():
-            raise LinvitError(f"{path} is damaged: a layer is {row!r}")
-    classes = config.get("classes", [])
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise LinvitError(f"{path} is damaged: 'classes' is {classes!r}")
-    if not isinstance(getattr(torch, config["dtype"], None), torch.dtype):
-        raise LinvitError(f"{path} is damaged: 'dtype' is {config['dtype']!r}")
+    config = from_plain(SavedConfig, data, str(path), ignore=True)
+    if LOADING & config.args.keys():
+        raise LinvitError(f"{path} asks for other weights than its own by '{min(LOADING & config.args.keys())}'")
+    if not isinstance(getattr(torch, config.dtype, None), torch.dtype):
+        raise LinvitError(f"dtype of {path} must be one of PyTorch's, got '{config.dtype}'")
     return config
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        pickle = next((file for file in sorted(path.parent.iterdir()) if file.suffix in PICKLES), None)
-        raise pickled(pickle) if pickle else LinvitError(f"{path} is missing")
+        refuse_pickles(path.parent)
+        raise LinvitError(f"{path} is missing")
     try:
         return safetensors.torch.load_file(path)
     except SafetensorError as error:
         raise LinvitError(f"{path} is damaged: {error}; copy or save it again") from None
+
+
+def refuse_pickles(folder: Path) -> None:
+    for file in sorted(folder.iterdir()):
+        if file.suffix in PICKLES:
+            raise pickled(file)
 
 
 def pickled(path: Path) -> LinvitError:
@@ -194,45 +211,3 @@ def pickled(path: Path) -> LinvitError:
         f"{path} is a pickle, which may run code when read: build its model, read the weights with "
         f"linvit.load_weights(model, '{path}'), and save that with linvit.save"
     )
-
-
-def write_folder(folder: Path, files: Mapping[str, Callable[[str], object]]) -> None:
-    """Write the files, each beside its place and synced, and move them in when all are there.
-
-    The last of the old files goes before the first new one comes, so that a folder never mixes two saves.
-    """
-    if folder.is_file():
-        raise LinvitError(f"{folder} is a file: give a folder")
-    made = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as beside:
-            for name, write in files.items():
-                path = os.path.join(beside, name)
-                write(path)
-                os.chmod(path, 0o666 & ~umask())  # safetensors' files are for their owner only
-                sync(path)
-            (folder / list(files)[-1]).unlink(missing_ok=True)
-            for name in files:
-                os.replace(os.path.join(beside, name), folder / name)
-        sync(str(folder))
-    except BaseException as error:
-        if made and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        if isinstance(error, OSError | SafetensorError):
-            raise LinvitError(f"cannot write {folder}: {error}") from error
-        raise
-
-
-def umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def sync(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.conversion.convert import convert, find_hosts
-from linvit.conversion.plan import Plan
+from linvit.conversion.convert import find_hosts, find_steps, install, names_to_drop
+from linvit.conversion.plan import Plan, as_plan
 from linvit.errors import LinvitError
 
 
@@ -60,8 +60,12 @@ def measure_sensitivity(
     images: int = 256,
     advance: Callable[[], None] = lambda: None,
 ) -> Sensitivity:
-    """Measure every layer and choose `keep` to stay quadratic, on up to `images` images. The model is not changed."""
-    drop = tuple(drop)
+    """Measure every layer and choose `keep` to stay quadratic, on up to `images` images. The model is not changed.
+
+    `drop` names what is dropped, as for `convert`; a mechanism that is given by its name may also give up what MixA
+    gives up. `advance` is called after each pass over the images.
+    """
+    drop = names_to_drop(drop)
     batches = list(first_images(loader, images, next(model.parameters()).device))
     names = [name for name, _ in find_hosts(model)]
     if not 0 <= keep <= len(names):
@@ -70,7 +74,8 @@ def measure_sensitivity(
     student = copy.deepcopy(model)
     parts = {"original": {name: copy.deepcopy(student.get_submodule(name)) for name in names}}
     for kind, plan in (("quadratic", quadratic), ("linear", linear)):
-        convert(student, plan, drop=drop)
+        plan = replace(as_plan(plan), drop=as_plan("mixa").drop) if isinstance(plan, str) else plan
+        install(student, find_steps(student, plan, drop)[0])
         parts[kind] = {name: copy.deepcopy(student.get_submodule(name)) for name in names}
 
     def turned(default: str, other: str, changed: Iterable[str]) -> float:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from linvit.conversion.sensitivity import Sensitivity
-from linvit.figures.theory import BLUE, GREY, INK, STYLE
+from linvit.figures.style import BLUE, GREY, INK, picture
 
 
-def draw(sensitivity: Sensitivity, path: Path) -> None:
-    """Write the bar plot to `path`; its suffix names the format."""
+def plot_sensitivity(sensitivity: Sensitivity, path: Path) -> None:
+    """Draw what a calibration measured."""
     layers = sensitivity.layers
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(max(5.0, 0.45 * len(layers) + 1.5), 3.2), layout="constrained", dpi=150)
+    with picture(path, max(5.0, 0.45 * len(layers) + 1.5), 3.2) as figure:
         ax = figure.subplots()
         colours = [BLUE if layer.kept else GREY for layer in layers]
         ax.bar([layer.index for layer in layers], [layer.turn for layer in layers], color=colours, width=0.7)
+        style = {"ha": "center", "va": "bottom", "color": BLUE, "fontsize": 8}
         for layer in layers:
             if layer.kept:
-                ax.annotate(
-                    str(layer.kept), (layer.index, layer.turn), ha="center", va="bottom", color=BLUE, fontsize=8
-                )
+                ax.annotate(str(layer.kept), (layer.index, layer.turn), **style)  # type: ignore[arg-type]
         ax.set(
             xlabel="layer",
             ylabel="outputs turn by (1 − cosine)",
@@ -31,8 +26,5 @@ def draw(sensitivity: Sensitivity, path: Path) -> None:
             xticks=[layer.index for layer in layers],
         )
         if sensitivity.keep:
-            note = (
-                f"Blue: the {len(sensitivity.keep)} layers to keep quadratic, numbered in the order they were chosen."
-            )
+            note = f"Blue: the {len(sensitivity.keep)} layers to keep quadratic, in the order they were chosen."
             figure.supxlabel(note, fontsize=8, color=INK)
-        figure.savefig(path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from linvit.errors import LinvitError
+from linvit.figures.style import picture
 from linvit.measurement.side_by_side import compare_op
 
 # Ours is the one bold colour; the others are told apart by marker too, for readers who see no colour.
@@ -18,30 +19,25 @@ STYLES = {
 LABELS = {"sdpa": "softmax (SDPA)", "reference": "reference, eager", "compiled": "reference, compiled"}
 
 
-def plot_op(result: dict[str, Any], path: Path, *, batch: int | None = None) -> None:
+def plot_op(result: dict[str, Any], path: Path) -> None:
     """Draw the batch, heads and head dim measured at the most token counts (the largest of them where several tie)."""
-    from matplotlib.figure import Figure
-
-    lines = [line for line in compare_op(result) if batch in (None, line["shape"].batch)]
     series: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
-    for line in lines:
+    for line in compare_op(result):
         shape = line["shape"]
         series.setdefault((shape.batch, shape.heads, shape.head_dim), []).append(line)
     if not series:
         raise LinvitError("the result file has no rows to draw")
     chosen = max(series, key=lambda where: (len(series[where]), where))
     passes = [p for p in ("forward", "forward+backward") if any(line["pass"] == p for line in series[chosen])]
-    figure = Figure(figsize=(4.6 * len(passes) + 0.4, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(passes), squeeze=False)[0]
-    for panel, which in zip(panels, passes, strict=True):
-        drawn = sorted((ln for ln in series[chosen] if ln["pass"] == which), key=lambda ln: ln["shape"].tokens)
-        _panel(panel, which, drawn, result["mechanism"])
-    panels[0].set_ylabel("milliseconds")
-    panels[0].legend(frameon=False, fontsize=9)
-    where = result["environment"]["hardware"]
-    figure.suptitle(f"batch {chosen[0]}, {chosen[1]} heads of {chosen[2]}, {result['dtype']}, {where}", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    with picture(path, 4.6 * len(passes) + 0.4, 4.2) as figure:
+        panels = figure.subplots(1, len(passes), squeeze=False)[0]
+        for panel, which in zip(panels, passes, strict=True):
+            drawn = sorted((ln for ln in series[chosen] if ln["pass"] == which), key=lambda ln: ln["shape"].tokens)
+            _panel(panel, which, drawn, result["mechanism"])
+        panels[0].set_ylabel("milliseconds")
+        panels[0].legend()
+        where = f"batch {chosen[0]}, {chosen[1]} heads of {chosen[2]}, {result['dtype']}"
+        figure.suptitle(f"{where}, {result['environment']['hardware']}", fontsize=10)
 
 
 def _panel(panel: Any, which: str, drawn: list[dict[str, Any]], mechanism: str) -> None:
@@ -58,5 +54,4 @@ def _panel(panel: Any, which: str, drawn: list[dict[str, Any]], mechanism: str) 
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid()

@@ -4,45 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from linvit.figures.style import BLUE, GREY, INK, RED, picture
 from linvit.measurement import closed_forms as closed
 from linvit.measurement.theory import CORRELATION, HEAD_DIMS, ORDERS, TOKENS, Finding, Sampler, taylor_pairs
 
-INK, BLUE, RED, GREY = "#1f2933", "#1f6fb4", "#c8503c", "#9aa5b1"
-STYLE = {
-    "font.size": 9,
-    "font.family": "DejaVu Sans",
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "svg.hashsalt": "linvit",
-}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def draw(findings: Sequence[Finding], path: Path) -> None:
-    """Write the picture of `measure`'s findings to `path`; its suffix names the format."""
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]  # its keys are a Literal of hundreds
-        figure = Figure(figsize=(10, 5.6), layout="constrained", dpi=150)
+def plot_theory(findings: Sequence[Finding], path: Path) -> None:
+    """Draw what `linvit.measurement.theory` found."""
+    with picture(path, 10, 5.6) as figure:
         axes = figure.subplots(2, 3).flatten()
         panels = (products, sums, relu_products, row_sums, angular, taylor)
         for panel, ax in zip(panels, axes, strict=True):
             panel(ax, findings)
         note = "Points: Monte Carlo with 95 % intervals, mostly smaller than the point. Lines: closed forms."
         figure.supxlabel(note, fontsize=8, color=INK)
-        figure.savefig(path)
 
 
 def points(
@@ -112,11 +94,13 @@ def row_sums(ax: Axes, findings: Sequence[Finding]) -> None:
 
 
 def angular(ax: Axes, findings: Sequence[Finding]) -> None:
+    from matplotlib import colormaps
+
     x = np.linspace(0, 1, 200)
     for order, shade in zip(ORDERS, np.linspace(0.9, 0.35, len(ORDERS)), strict=True):
         residual = closed.angular(x) - closed.angular_series(x, order)
         label = "order 1, the linear part" if order == 1 else f"order {order}"
-        ax.plot(x, residual, color=matplotlib.colormaps["Blues"](shade), lw=1.4, label=label)
+        ax.plot(x, residual, color=colormaps["Blues"](shade), lw=1.4, label=label)
         points(ax, findings, f"residual at x = 0.9, order {order}", lambda f: 0.9, colour=INK)
     ax.set(xlabel="x = cos θ", title="Castling  what the series leaves out")
     ax.legend(loc="upper left")

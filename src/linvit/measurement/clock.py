@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice
 from statistics import median, quantiles
 
 import torch
@@ -49,48 +50,41 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
+def sample(calls: Calls, device: torch.device) -> float:
+    """Seconds per call of these calls, sent one after the other and then waited for."""
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    synchronise(device)
+    return max((time.perf_counter() - begin) / len(calls), 1e-9)
+
+
 @undisturbed()
 def eager(calls: Calls, device: torch.device, *, budget: float = 0.3, least: int = 5) -> Timing:
     """Plain calls by the host's clock. On a GPU a sample is a burst of calls: it shows what the host can send."""
     synchronise(device)
-    begin = time.perf_counter()
-    calls[0]()
-    synchronise(device)
-    once = max(time.perf_counter() - begin, 1e-6)
+    once = max(sample(calls[:1], device), 1e-6)
     burst = 1 if device.type == "cpu" else max(1, min(20, int(budget / (least * once))))
     repeats = max(least, min(200, int(budget / (burst * once))))
-    samples, turn = [], 0
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        for _ in range(burst):
-            calls[turn % len(calls)]()
-            turn += 1
-        synchronise(device)
-        samples.append((time.perf_counter() - begin) * 1e3 / burst)
-    return Timing.of(samples)
+    turn = cycle(calls)
+    return Timing.of([sample(list(islice(turn, burst)), device) * 1e3 for _ in range(repeats)])
 
 
 @undisturbed()
-def by_turns(calls: Calls, device: torch.device, *, alone: bool, budget: float = 0.4) -> list[Timing]:
-    """Different calls in turn, so that whatever happens to the machine meantime happens to all of them. `alone` waits
-    after each call, which is latency; else a sample on a GPU is a burst. The budget is seconds for each call, and what
-    takes much longer is sampled twice."""
-
-    def sample(call: Callable[[], object], burst: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(burst):
-            call()
-        synchronise(device)
-        return max((time.perf_counter() - begin) / burst, 1e-9)
-
+def by_turns(calls: Calls, device: torch.device, *, latency: bool, budget: float = 0.4) -> list[Timing]:
+    """Different calls in turn, so that whatever happens to the machine meantime happens to all of them. For `latency`
+    each call is waited for; else a sample on a GPU is a burst. The budget is seconds for each call, and what takes much
+    longer is sampled twice."""
     synchronise(device)
-    once = [sample(call, 1) for call in calls]
-    single = alone or device.type == "cpu"
+    once = [sample([call], device) for call in calls]
+    single = latency or device.type == "cpu"
     bursts = [1 if single else max(1, min(20, int(budget / (5 * seconds)))) for seconds in once]
     spent = sum(seconds * burst for seconds, burst in zip(once, bursts, strict=True)) / len(calls)
     rounds = 1 if spent > 2 * budget else max(3, min(200, int(budget / spent)))
     samples = [once] if rounds == 1 else []
-    samples += [[sample(call, burst) for call, burst in zip(calls, bursts, strict=True)] for _ in range(rounds)]
+    samples += [
+        [sample([call] * burst, device) for call, burst in zip(calls, bursts, strict=True)] for _ in range(rounds)
+    ]
     return [Timing.of([seconds * 1e3 for seconds in column]) for column in zip(*samples, strict=True)]
 
 

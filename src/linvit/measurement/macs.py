@@ -30,7 +30,6 @@ from linvit.errors import LinvitError, unknown
 
 CONVENTIONS = ("macs", "fvcore")
 aten = torch.ops.aten
-Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,17 @@ class Macs:
         return self.attention + self.other + (self.normalised if convention == "fvcore" else 0)
 
 
-def count_macs(model: nn.Module, input_size: Sequence[int] = (3, 224, 224), convention: str = "macs") -> int:
-    """MACs of one picture of `input_size`, `(channels, height, width)`, through `model` at inference."""
-    return measure_macs(model, input_size).total(convention)
+def count_macs(model: nn.Module, size: Sequence[int] = (3, 224, 224), convention: str = "macs") -> int:
+    """MACs of one picture of `size`, `(channels, height, width)`, through `model` at inference."""
+    return measure_macs(model, size).total(convention)
 
 
-def measure_macs(model: nn.Module, input_size: Sequence[int] = (3, 224, 224)) -> Macs:
+def measure_macs(model: nn.Module, size: Sequence[int] = (3, 224, 224)) -> Macs:
     """The parts that `count_macs` adds up. The model may live on any device; it is left as it was."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-    picture = torch.empty(1, *input_size, device="meta", dtype=dtype)
+    picture = torch.empty(1, *size, device="meta", dtype=dtype)
     ledger = Ledger()
     try:
         # the plain form of SDPA is matrix products; what its fused forms count depends on the version of torch
@@ -71,10 +70,14 @@ def measure_macs(model: nn.Module, input_size: Sequence[int] = (3, 224, 224)) ->
     return Macs(ledger.attention, ledger.products - ledger.replaced, ledger.normalised)
 
 
-class Ledger:
-    """Counts while a model runs, and lets mechanisms speak for themselves."""
+class Ledger(TorchDispatchMode):
+    """Counts while a model runs, lets mechanisms speak for themselves, adds up normalised elements, and refuses a
+    custom operator that nobody can count."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.attention = self.replaced = self.normalised = 0
         self.depth = 0  # mechanisms within mechanisms: the outermost one's formula holds
         self.before = 0
@@ -89,7 +92,7 @@ class Ledger:
         enter = register_module_forward_pre_hook(self.enter)
         leave = register_module_forward_hook(self.leave, with_kwargs=True)
         try:
-            with self.counter, Watch(self):
+            with self.counter, self:
                 yield
         finally:
             enter.remove()
@@ -108,22 +111,12 @@ class Ledger:
                 self.replaced += self.products - self.before
                 self.attention += module.macs(size_of_call(args, kwargs))
 
-
-class Watch(TorchDispatchMode):
-    """Adds up normalised elements, and refuses a custom operator that nobody can count."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self.ledger = ledger
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "_overloadpacket", func)
         if packet in NORMS:
             weight = args[NORMS[packet]]
-            self.ledger.normalised += args[0].numel() * (4 if weight is None else 5)
-        elif not self.ledger.depth and func.namespace not in BUILT_IN and packet not in flop_registry:
+            self.normalised += args[0].numel() * (4 if weight is None else 5)
+        elif not self.depth and func.namespace not in BUILT_IN and packet not in flop_registry:
             raise LinvitError(
                 f"cannot count {packet}: give it a formula with torch.utils.flop_counter.register_flop_formula"
             )
@@ -141,11 +134,11 @@ NORMS = {  # the operator, and where its weight stands
 }
 
 
-def vector_flops(a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
+def vector_flops(a: Sequence[int], b: Sequence[int], *args: Any, **kwargs: Any) -> int:
     return 2 * prod(a)
 
 
-def added_vector_flops(a: Shape, b: Shape, c: Shape, *args: Any, **kwargs: Any) -> int:
+def added_vector_flops(a: Sequence[int], b: Sequence[int], c: Sequence[int], *args: Any, **kwargs: Any) -> int:
     return 2 * prod(b)
 
 

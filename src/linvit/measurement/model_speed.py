@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from linvit.attention import Mechanism
 from linvit.errors import LinvitError, unknown
 from linvit.measurement import clock
-from linvit.measurement.speed import DTYPES, relative_rms
+from linvit.measurement.speed import DTYPES, failure, relative_rms
 
 PASSES = ("inference", "training")
 MODES = ("eager", "compiled", "graph")
@@ -37,7 +37,7 @@ def sweep(
     name: str,
     convert: Convert,
     *,
-    resolutions: list[int],
+    sizes: list[tuple[int, int]],
     batches: list[int],
     dtype: str,
     device: torch.device,
@@ -47,27 +47,34 @@ def sweep(
     done: frozenset[tuple[Any, ...]] = frozenset(),
     budget: float = 1.0,
 ) -> Iterator[dict[str, Any]]:
-    """Rows as they are measured: for each resolution, pass and mode the softmax model, then the converted one."""
+    """Rows as they are measured: for each size, pass and mode the softmax model, then the converted one."""
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if "graph" in modes and device.type != "cuda":
         raise LinvitError("the mode graph needs a CUDA device: use eager or compiled")
-    build(name, resolutions[0], args or {}, convert)  # what cannot be converted is told before anything is measured
-    for resolution, batch in zip(resolutions, batches, strict=True):
+    random_model(name, sizes[0], args or {}, convert)  # what cannot be converted is told before anything is measured
+    for size, batch in zip(sizes, batches, strict=True):
+        softmax = partial(random_model, name, size, args or {})
+        models = {"softmax": softmax, "converted": partial(softmax, convert)}
         for which in passes:
             for mode in modes:
-                setting = {"resolution": resolution, "batch": batch, "pass": which, "mode": mode}
-                rows = [{**setting, "attention": attention} for attention in ("softmax", "converted")]
-                softmax = partial(build, name, resolution, args or {})
-                models = {"softmax": softmax, "converted": partial(softmax, convert)}
-                yield from measure([row for row in rows if key(row) not in done], models, dtype, device, budget=budget)
+                setting = {"resolution": resolution(size), "batch": batch, "pass": which, "mode": mode}
+                rows = [{**setting, "attention": attention} for attention in models]
+                rows = [row for row in rows if key(row) not in done]
+                yield from measure(rows, models, size, dtype, device, budget=budget)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a row from the others of its file."""
     return tuple(row[name] for name in ("resolution", "batch", "pass", "mode", "attention"))
 
 
-def build(name: str, resolution: int, args: dict[str, Any], convert: Convert | None = None) -> nn.Module:
+def resolution(size: tuple[int, int]) -> int | str:
+    """A size as result files have it: 224, or 224x320."""
+    return size[0] if size[0] == size[1] else f"{size[0]}x{size[1]}"
+
+
+def random_model(name: str, size: tuple[int, int], args: dict[str, Any], convert: Convert | None = None) -> nn.Module:
     """The timm model with random weights (speed does not ask for better ones), converted if told so."""
     import timm
 
@@ -75,7 +82,7 @@ def build(name: str, resolution: int, args: dict[str, Any], convert: Convert | N
         raise unknown("timm model", name, timm.list_models())
     torch.manual_seed(0)
     try:
-        model = timm.create_model(name, img_size=resolution, **args)
+        model = timm.create_model(name, img_size=size[0] if size[0] == size[1] else size, **args)
     except TypeError:  # convolutional pyramids take any size and no such argument
         model = timm.create_model(name, **args)
     if convert is not None:
@@ -86,6 +93,7 @@ def build(name: str, resolution: int, args: dict[str, Any], convert: Convert | N
 def measure(
     rows: list[dict[str, Any]],
     models: Mapping[str, Callable[[], nn.Module]],
+    size: tuple[int, int],
     dtype: str,
     device: torch.device,
     *,
@@ -97,15 +105,15 @@ def measure(
     found: list[dict[str, Any]] = []
     try:
         for row in rows:
-            run, result = prepare(row, models[row["attention"]], dtype, device)
+            run, result = prepare(row, models[row["attention"]], size, dtype, device)
             found.append(row | result)
             calls += [run] if run is not None else []
         right = [row for row in found if row["status"] == "ok"]
         try:
             times = timed(calls, rows[0]["mode"], device, budget) if calls else []
-        except Exception as reason:  # a setting that fails must not cost those that are still to come
+        except Exception as error:  # a setting that fails must not cost those that are still to come
             for row in right:
-                row |= why(reason)
+                row |= failure(error)
         else:
             for row, timing in zip(right, times, strict=True):
                 row |= {"images_per_second": row["batch"] / timing.median * 1e3, "ms": asdict(timing)}
@@ -119,13 +127,13 @@ def measure(
 
 
 def prepare(
-    row: dict[str, Any], make: Callable[[], nn.Module], dtype: str, device: torch.device
+    row: dict[str, Any], make: Callable[[], nn.Module], size: tuple[int, int], dtype: str, device: torch.device
 ) -> tuple[Callable[[], object] | None, dict[str, Any]]:
     """What is to be timed, if it is right; its error and peak memory, or what is wrong."""
     try:
         model = make().to(device)
         generator = torch.Generator(device).manual_seed(0)
-        images = torch.randn(row["batch"], 3, row["resolution"], row["resolution"], generator=generator, device=device)
+        images = torch.randn(row["batch"], 3, *size, generator=generator, device=device)
         run, error = (_training if row["pass"] == "training" else _inference)(model, row, dtype, images)
         if not error <= TOLERANCES[dtype]:
             return None, {"status": "wrong", "error": min(error, 1e30)}
@@ -135,21 +143,14 @@ def prepare(
         return run, {"status": "ok", "error": error, "peak_bytes": clock.peak_memory(run, device)}
     except LinvitError:
         raise
-    except Exception as reason:
-        return None, why(reason)
+    except Exception as error:
+        return None, failure(error)
 
 
 def timed(calls: clock.Calls, mode: str, device: torch.device, budget: float) -> list[clock.Timing]:
     if mode == "graph":
         return [clock.graph([call], budget=budget) for call in calls]
-    return clock.by_turns(calls, device, alone=False, budget=budget)
-
-
-def why(reason: Exception) -> dict[str, Any]:
-    """Why there is no speed."""
-    if isinstance(reason, torch.OutOfMemoryError):
-        return {"status": "out of memory"}
-    return {"status": "failed", "reason": f"{type(reason).__name__}: {reason}".splitlines()[0][:300]}
+    return clock.by_turns(calls, device, latency=False, budget=budget)
 
 
 def inference_call(model: nn.Module, images: Tensor, dtype: str, *, compiled: bool = False) -> Callable[[], Tensor]:

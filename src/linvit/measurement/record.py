@@ -1,4 +1,4 @@
-"""What a result file says about where its numbers come from, and how it is written: whole or not at all."""
+"""What a result file says about where its numbers come from, and how it grows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from linvit.errors import LinvitError
+from linvit.files import write_json
 from linvit.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -100,23 +101,6 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write beside the target, then rename: a reader, or a crash, never meets half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 class ResultFile:
     """A result file that grows row by row and is on disk soon after each: an interrupted run keeps what it has.
 
@@ -154,6 +138,12 @@ class ResultFile:
         if time.monotonic() - self.written > 1:  # a long file takes longer to write than a row to measure
             write_json(self.path, self.data)
             self.written = time.monotonic()
+
+    def fill(self, rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Add the rows as they are measured, and finish."""
+        for row in rows:
+            self.add(row)
+        return self.finish()
 
     def finish(self) -> dict[str, Any]:
         self.data["complete"] = True

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from linvit.attention import TokenGrid, create_attention, list_mechanisms, mechanism_class
+from linvit.measurement.speed import OpShape
 
 LIMIT = 2.6  # twice the work, and room for caches that no longer hold it and for clocks that jitter
 HEADS, HEAD_DIM = 2, 16
@@ -35,18 +36,23 @@ class Scaling:
     def linear(self) -> bool:
         return self.ratio < LIMIT
 
+    def as_dict(self) -> dict[str, Any]:
+        tokens, times = [self.tokens, 2 * self.tokens], [self.single_ms, self.double_ms]
+        found = {"mechanism": self.name, "variant": self.variant, "tokens": tokens, "ms": times}
+        return {**found, "ratio": self.ratio, "limit": LIMIT, "linear": self.linear}
+
 
 def linear_mechanisms() -> list[tuple[str, str]]:
     """Every mechanism and variant whose capabilities say it is linear."""
     found = []
     for name in list_mechanisms():
         for variant in mechanism_class(name).variants or ("",):
-            if _build(name, variant, TokenGrid(4, 4)).capabilities.linear:
+            if _create(name, variant, TokenGrid(4, 4)).capabilities.linear:
                 found.append((name, variant))
     return found
 
 
-def _build(name: str, variant: str, grid: TokenGrid) -> Any:
+def _create(name: str, variant: str, grid: TokenGrid) -> Any:
     options: dict[str, Any] = {"variant": variant} if variant else {}
     return create_attention(name, heads=HEADS, head_dim=HEAD_DIM, dim=HEADS * HEAD_DIM, grid=grid, **options).eval()
 
@@ -73,9 +79,8 @@ def scaling(name: str, variant: str = "", *, tokens: int = 4096, repeats: int = 
 
 
 def _call(name: str, variant: str, tokens: int) -> Callable[[], object]:
-    height = next(h for h in range(int(tokens**0.5), 0, -1) if tokens % h == 0)
-    grid = TokenGrid(height, tokens // height)
-    mechanism = _build(name, variant, grid)
+    grid = OpShape(1, HEADS, HEAD_DIM, tokens).grid
+    mechanism = _create(name, variant, grid)
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, HEADS, tokens, HEAD_DIM, generator=generator)
     x = torch.randn(1, tokens, HEADS * HEAD_DIM, generator=generator)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from linvit.measurement.speed import OpShape, floor_ms, time_of
+from linvit.measurement.speed import IMPLEMENTATIONS, OpShape, floor_ms, time_of
 
-OTHERS = ("sdpa", "reference", "compiled")
+OTHERS = IMPLEMENTATIONS[1:]
 
 
 def compare_op(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,9 @@ from linvit.attention import Mechanism, TokenGrid, create_attention
 from linvit.errors import LinvitError, unknown
 from linvit.measurement import clock
 
+IMPLEMENTATIONS = ("ours", "sdpa", "reference", "compiled")
 PASSES = ("forward", "forward+backward")
+KEY = ("batch", "heads", "head_dim", "tokens", "bias", "implementation", "pass")
 ELEMENTS = {"forward": 4, "forward+backward": 11}
 BIASES = {"forward": 1, "forward+backward": 3}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -89,6 +91,7 @@ class Implementation:
     attend: Attention
     exact: Attention
     parameters: tuple[Tensor, ...] = ()
+    why_reference: Callable[[Tensor, Tensor, Tensor, Tensor], str | None] = lambda q, k, v, x: None
 
 
 def implementations(
@@ -111,19 +114,18 @@ def implementations(
         learned = (bias,)
     exact = partial(_attend, truth, shape.grid, bias)
 
-    def build(module: Mechanism) -> Implementation:
-        return Implementation(partial(_attend, module, shape.grid, bias), exact, (*module.parameters(), *learned))
-
-    def compiled() -> Implementation:
-        torch._dynamo.reset()
-        attend = torch.compile(partial(_attend, plain, shape.grid, bias), dynamic=False)
-        return Implementation(attend, exact, (*plain.parameters(), *learned))
+    def running(module: Mechanism, compiled: bool = False) -> Implementation:
+        attend: Attention = partial(_attend, module, shape.grid, bias)
+        if compiled:
+            torch._dynamo.reset()
+            attend = torch.compile(attend, dynamic=False)
+        return Implementation(attend, exact, (*module.parameters(), *learned))
 
     return {
-        "ours": lambda: build(ours),
+        "ours": lambda: replace(running(ours), why_reference=partial(_why_reference, ours, shape.grid, bias)),
         "sdpa": lambda: Implementation(partial(_sdpa, bias), partial(_softmax, bias), learned),
-        "reference": lambda: build(plain),
-        "compiled": compiled,
+        "reference": lambda: running(plain),
+        "compiled": lambda: running(plain, compiled=True),
     }
 
 
@@ -131,6 +133,12 @@ def _attend(
     mechanism: Mechanism, grid: TokenGrid, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor
 ) -> Tensor:
     return _merge(mechanism(q, k, v, grid, bias=bias, x=x if mechanism.capabilities.input else None))
+
+
+def _why_reference(
+    mechanism: Mechanism, grid: TokenGrid, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor
+) -> str | None:
+    return mechanism.why_reference(q, k, v, grid, bias=bias, x=x if mechanism.capabilities.input else None)
 
 
 def _sdpa(bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
@@ -177,13 +185,16 @@ class Inputs:
         """One pass: the output, and in forward+backward the gradient of the packed projection and of the rest."""
         if which == "forward":
             with torch.no_grad():
-                return (attend(*self._unpacked(self.packed), self.x),)
+                return (attend(*self.unpacked(self.packed), self.x),)
         packed = self.packed.detach().requires_grad_()
-        out = attend(*self._unpacked(packed), self.x)
-        return (out, *torch.autograd.grad(out, (packed, *parameters), self.gradient, allow_unused=True))
+        for parameter in parameters:
+            parameter.grad = None
+        out = attend(*self.unpacked(packed), self.x)
+        out.backward(self.gradient)  # as in training; `autograd.grad` would have the views' gradients stacked
+        return (out, *(leaf.grad for leaf in (packed, *parameters) if leaf.grad is not None))
 
     @staticmethod
-    def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
@@ -213,14 +224,14 @@ def check(
 
 
 def relative_rms(ours: Tensor, truth: Tensor) -> float:
-    """‖ours − truth‖ / ‖truth‖; infinite where ours is not a number."""
+    """‖ours − truth‖ / ‖truth‖; infinite where ours is NaN."""
     ours, truth = ours.detach(), truth.detach()
     error = (ours.double() - truth).pow(2).mean() / truth.pow(2).mean().clamp_min(1e-300)
     return float(error.sqrt().nan_to_num(nan=math.inf))
 
 
 def measure(
-    build: Callable[[], Implementation],
+    make: Callable[[], Implementation],
     shape: OpShape,
     which: str,
     dtype: str,
@@ -229,26 +240,33 @@ def measure(
     *,
     budget: float = 0.2,
 ) -> dict[str, Any]:
-    """One row of the result: errors first, then times and memory, or why there are none."""
+    """What a row says: errors first, then times and memory, or why there are none."""
     try:
-        implementation = build()
+        implementation = make()
         inputs = Inputs(shape, DTYPES[dtype], device, seed=0)
         errors = check(implementation, inputs, shape, which, truths)
         limits = dict(zip(("output", "gradient"), TOLERANCES[dtype], strict=True))
         if any(not error <= limits[name] for name, error in errors.items()):
             return {"status": "wrong", "errors": {n: min(e, 1e30) for n, e in errors.items()}}
+        reason = implementation.why_reference(*inputs.unpacked(inputs.packed), inputs.x)
         del inputs
-        return {"status": "ok", "errors": errors, **_time(implementation, shape, which, dtype, device, budget)}
-    except torch.OutOfMemoryError:
-        gc.collect()
-        return {"status": "out of memory"}
+        row = {"status": "ok", "errors": errors} | ({} if reason is None else {"why_reference": reason})
+        return row | _time(implementation, shape, which, dtype, device, budget)
     except LinvitError:
         raise
-    except Exception as reason:  # a compiler or a driver that fails must not cost the rows that are still to come
-        return {"status": "failed", "reason": f"{type(reason).__name__}: {reason}".splitlines()[0][:300]}
+    except Exception as error:  # a compiler or a driver that fails must not cost the rows that are still to come
+        return failure(error)
     finally:
         if device.type == "cuda" and torch.cuda.memory_reserved(device) > ROOMY:
             torch.cuda.empty_cache()
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Why there is no speed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        gc.collect()
+        return {"status": "out of memory"}
+    return {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 
 def _time(
@@ -273,29 +291,31 @@ def sweep(
     dtype: str,
     device: torch.device,
     passes: tuple[str, ...] = PASSES,
-    compared: tuple[str, ...] = ("ours", "sdpa", "reference", "compiled"),
+    compared: tuple[str, ...] = IMPLEMENTATIONS,
     options: dict[str, Any] | None = None,
     done: frozenset[tuple[Any, ...]] = frozenset(),
     budget: float = 0.2,
-    build: Callable[..., dict[str, Callable[[], Implementation]]] = implementations,
+    make: Callable[..., dict[str, Callable[[], Implementation]]] = implementations,
 ) -> Iterator[dict[str, Any]]:
     """Rows, as they are measured; `done` holds the keys of those a resumed run has already."""
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     for shape in over:
-        todo = [(name, which) for name in compared for which in passes if key(shape, name, which) not in done]
-        if not todo:
+        rows = [{**asdict(shape), "implementation": name, "pass": which} for name in compared for which in passes]
+        rows = [row for row in rows if key(row) not in done]
+        if not rows:
             continue
-        found, truths = build(mechanism, options or {}, shape, device), Truths()
-        for name, which in todo:
+        found, truths = make(mechanism, options or {}, shape, device), Truths()
+        for row in rows:
+            name, which = row["implementation"], row["pass"]
             if name not in found:
                 raise unknown("implementation", name, found)
-            row = measure(found[name], shape, which, dtype, device, truths, budget=budget)
-            yield {**asdict(shape), "implementation": name, "pass": which, **row}
+            yield row | measure(found[name], shape, which, dtype, device, truths, budget=budget)
 
 
-def key(shape: OpShape, implementation: str, which: str) -> tuple[Any, ...]:
-    return (*asdict(shape).values(), implementation, which)
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a row from the others of its file."""
+    return tuple(row[name] for name in KEY)
 
 
 def time_of(row: dict[str, Any]) -> float | None:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from linvit.attention import Mechanism
 from linvit.measurement.macs import count_macs
 from linvit.measurement.parameters import count_parameters
-from linvit.measurement.published import Row, Table
+from linvit.measurement.published import Printed, Table
 
 LEFT_OUT: dict[str, type[nn.Module]] = {"mechanisms": Mechanism, "batch_norm": _BatchNorm}
 
@@ -43,7 +43,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Compared:
-    row: Row
+    printed: Printed
     params: Cell
     macs: Cell
     failure: str = ""  # why the model could not be built or counted
@@ -53,34 +53,40 @@ class Compared:
         return bool(self.failure) or self.params.wrong or self.macs.wrong
 
 
-def compare(table: Table) -> Iterator[Compared]:
+def compare_table(table: Table) -> Iterator[Compared]:
     """Every row of the table, counted one after the other."""
-    for row in table.rows:
-        yield compare_row(row, table)
+    for printed in table.rows:
+        yield compare_row(printed, table)
 
 
-def compare_row(row: Row, table: Table) -> Compared:
-    if not row.model:
-        return Compared(row, Cell(row.params, None, False, False), Cell(row.macs, None, False, False))
+def compare_row(printed: Printed, table: Table) -> Compared:
+    def not_counted(failure: str = "") -> Compared:
+        params, macs = (Cell(cell, None, agrees=False, must=bool(failure)) for cell in (printed.params, printed.macs))
+        return Compared(printed, params, macs, failure)
+
+    if not printed.model:
+        return not_counted()
     try:
-        model = build(row.model, **row.options)
-        ours = count_parameters(model) / 1e6
-        their_way = ours
-        if row.left_out:
-            their_way = count_parameters(model, without=LEFT_OUT[row.left_out]) / 1e6
-        macs = count_macs(model, row.input_size, table.convention) / 1e9
+        model = without_weights(printed.model, **printed.options)
+        ours = their_way = count_parameters(model) / 1e6
+        if printed.left_out:
+            their_way = count_parameters(model, without=LEFT_OUT[printed.left_out]) / 1e6
+        macs = count_macs(model, printed.size, table.convention) / 1e9
     except Exception as error:  # a table is printed whole, whatever is wrong with one of its rows
-        reason = f"{row.model}: {str(error).partition(chr(10))[0] or type(error).__name__}"
-        return Compared(row, Cell(row.params, None, False, True), Cell(row.macs, None, False, True), reason)
+        return not_counted(f"{printed.model}: {str(error).partition(chr(10))[0] or type(error).__name__}")
+
+    def cell(name: str, published: str, ours: float, agrees: bool) -> Cell:
+        return Cell(published, ours, agrees, must=bool(published) and name not in printed.differs)
+
     return Compared(
-        row,
-        Cell(row.params, ours, is_printed(their_way, row.params), bool(row.params) and "params" not in row.differs),
-        Cell(row.macs, macs, is_near(macs, row.macs, table.tolerance), bool(row.macs) and "macs" not in row.differs),
+        printed,
+        cell("params", printed.params, ours, is_printed(their_way, printed.params)),
+        cell("macs", printed.macs, macs, is_near(macs, printed.macs, table.tolerance)),
     )
 
 
-def build(name: str, **options: Any) -> nn.Module:
-    """A timm model without weights: on the meta device 246 M parameters cost nothing."""
+def without_weights(name: str, **options: Any) -> nn.Module:
+    """A timm model on the meta device, where 246 M parameters cost nothing."""
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         return timm.create_model(name, **options)

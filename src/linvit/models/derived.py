@@ -37,7 +37,7 @@ def derived(name: str, base: str, plan: Callable[..., Plan], options: Sequence[s
         model = timm.create_model(base, **{**fixed, **kwargs})
         if base.startswith("efficientvit"):
             begin_as_released(model)
-        convert(model, chosen, input_size=(size, size) if isinstance(size, int) else tuple(size), quiet=False)
+        convert(model, chosen, size=size, quiet=False)
         num_classes = kwargs.get("num_classes", cfg["num_classes"])
         named: Any = {**cfg, "architecture": name, "num_classes": num_classes}
         model.pretrained_cfg = model.default_cfg = named

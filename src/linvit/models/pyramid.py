@@ -18,7 +18,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Mechanism, Shape, TokenGrid, create_attention
+from linvit.attention import Mechanism, TokenGrid, create_attention
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError
 
@@ -89,7 +89,7 @@ class Attention(Host):
 
     def __init__(self, dim: int, heads: int, grid: TokenGrid, mechanism: str, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.heads = heads
+        self.num_heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         self.mechanism = create_attention(
@@ -97,20 +97,12 @@ class Attention(Host):
         )
 
     @staticmethod
-    def shape(module: Any) -> Shape:
-        dim = module.proj.in_features
-        return Shape(module.heads, dim // module.heads, dim=dim)
-
-    @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Any) -> TokenGrid:
         return args[1]
 
     def forward(self, x: Tensor, grid: TokenGrid) -> Tensor:
-        batch, tokens, channels = x.shape
-        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        out = self.attend(q, k, v, grid, x=x)
-        out = self.proj(out.transpose(1, 2).reshape(batch, tokens, channels))
-        return self.mechanism.after_projection(out, q)
+        q, k, v = self.project(x)
+        return self.project_out(self.attend(q, k, v, grid, x=x), q)
 
 
 class Block(nn.Module):

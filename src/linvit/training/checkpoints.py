@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from linvit.conversion.saving import sync
 from linvit.errors import LinvitError
+from linvit.files import sync
 
 FORMAT = 1
 KEPT = 2
@@ -98,10 +98,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -
     os.close(handle)
     try:
         safetensors.torch.save_file(held, temporary, header)
-        sync(temporary)
+        sync(Path(temporary))
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-        sync(str(path.parent))
+        sync(path.parent)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
         if isinstance(error, OSError | SafetensorError):

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from linvit.conversion.rebuilding import layers_of, origin
+from linvit.conversion.rebuilding import origin
 from linvit.conversion.saving import save
 from linvit.errors import LinvitError
 from linvit.training.average import Average
@@ -36,7 +36,7 @@ class Keeper:
         self.accelerator, self.model, self.average = accelerator, model, average
         self.folder, self.seconds = folder, seconds
         if folder is not None and models:
-            origin(model, None, None, layers_of(model))  # whether it can be saved: better known now than in the end
+            origin(model)  # whether it can be saved: better known now than in the end
         for name in ("checkpoints", "last", "best"):
             if folder is not None and (folder / name).is_file():
                 raise LinvitError(f"{folder / name} is a file where a folder must be: move it, or give another folder")

@@ -13,9 +13,8 @@ from itertools import combinations, pairwise
 from linvit.comparison.report.rows import Row, Setting, paired
 from linvit.comparison.report.wording import listing, minus
 from linvit.comparison.statistics import Ranks, kendall
-from linvit.measurement.published import TABLES
+from linvit.measurement.published import TABLES, Printed
 from linvit.measurement.published.castling import BY_MOBILE  # another paper's number: not Castling's own claim
-from linvit.measurement.published.row import Row as Printed
 
 # The mechanism, and whether with LPI, that a row of the Fair Comparison speaks of.
 FAIR = {

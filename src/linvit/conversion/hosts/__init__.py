@@ -1,105 +1,52 @@
-"""The hosts, one file per family of timm models."""
+"""The hosts, one file per family of timm models: importing a file makes its hosts known."""
 
 from torch import nn
 
-from linvit.conversion.host import Host
-from linvit.conversion.hosts.beit import BeitHost
-from linvit.conversion.hosts.cait import ClassAttnHost, TalkingHeadHost
-from linvit.conversion.hosts.coat import CoaTHost
-from linvit.conversion.hosts.convit import GPSAHost, MHSAHost
-from linvit.conversion.hosts.crossvit import CrossViTHost
-from linvit.conversion.hosts.davit import DaViTHost
-from linvit.conversion.hosts.edgenext import EdgeNeXtHost
-from linvit.conversion.hosts.efficientformer import EfficientFormerV1Host
-from linvit.conversion.hosts.efficientformer_v2 import EfficientFormerDownsampleHost, EfficientFormerHost
-from linvit.conversion.hosts.efficientvit import EfficientViTHost
-from linvit.conversion.hosts.efficientvit_msra import CascadedHost
-from linvit.conversion.hosts.fastvit import FastViTHost
-from linvit.conversion.hosts.gcvit import GCViTHost
-from linvit.conversion.hosts.gemma4 import Gemma4Host
-from linvit.conversion.hosts.hiera import HieraHost
-from linvit.conversion.hosts.hieradet import HieraDetHost
-from linvit.conversion.hosts.levit import LevitDownsampleHost, LevitHost
-from linvit.conversion.hosts.lowformer import CPUBoneHost, LowFormerHost
-from linvit.conversion.hosts.maxxvit import MaxxHost, MaxxPictureHost
-from linvit.conversion.hosts.metaformer import MetaFormerHost
-from linvit.conversion.hosts.mobilenet import MultiQueryHost, PictureHost
-from linvit.conversion.hosts.mvitv2 import MViTv2Host
-from linvit.conversion.hosts.nest import NestHost
-from linvit.conversion.hosts.nextvit import NextViTHost
-from linvit.conversion.hosts.parallel import DiffHost, DiffParallelHost, ParallelHost
-from linvit.conversion.hosts.pvt_v2 import PVTv2Host
-from linvit.conversion.hosts.relpos import RelPosHost
-from linvit.conversion.hosts.rope import EvaHost, RopeHost
-from linvit.conversion.hosts.sam import SAMHost
-from linvit.conversion.hosts.single_head import IFormerHost, SHViTHost
-from linvit.conversion.hosts.swin import SwinHost
-from linvit.conversion.hosts.swin_v2 import SwinV2CrHost, SwinV2Host
-from linvit.conversion.hosts.tiny_vit import TinyViTHost
-from linvit.conversion.hosts.tnt import TNTHost
-from linvit.conversion.hosts.twins import TwinsGlobalHost, TwinsLocalHost
-from linvit.conversion.hosts.visformer import VisformerHost
-from linvit.conversion.hosts.vit import ViTHost
-from linvit.conversion.hosts.volo import VOLOClassHost, VOLOHost
-from linvit.conversion.hosts.xcit import XCAHost
+from linvit.conversion.host import BY_ORIGINAL, Host
+from linvit.conversion.hosts import (  # noqa: F401
+    beit,
+    cait,
+    coat,
+    convit,
+    crossvit,
+    davit,
+    edgenext,
+    efficientformer,
+    efficientformer_v2,
+    efficientvit,
+    efficientvit_msra,
+    fastvit,
+    gcvit,
+    gemma4,
+    hiera,
+    hieradet,
+    levit,
+    lowformer,
+    maxxvit,
+    metaformer,
+    mobilenet,
+    mvitv2,
+    nest,
+    nextvit,
+    parallel,
+    pvt_v2,
+    relpos,
+    rope,
+    sam,
+    single_head,
+    swin,
+    swin_v2,
+    tiny_vit,
+    tnt,
+    twins,
+    visformer,
+    vit,
+    volo,
+    xcit,
+)
 from linvit.errors import LinvitError
 
-HOSTS: tuple[type[Host], ...] = (
-    ViTHost,
-    SwinHost,
-    PVTv2Host,
-    LevitHost,
-    LevitDownsampleHost,
-    MViTv2Host,
-    EfficientFormerHost,
-    EfficientFormerDownsampleHost,
-    EfficientViTHost,
-    BeitHost,
-    TalkingHeadHost,
-    ClassAttnHost,
-    GPSAHost,
-    MHSAHost,
-    Gemma4Host,
-    HieraHost,
-    HieraDetHost,
-    ParallelHost,
-    DiffHost,
-    DiffParallelHost,
-    RelPosHost,
-    RopeHost,
-    EvaHost,
-    SAMHost,
-    TNTHost,
-    VOLOHost,
-    VOLOClassHost,
-    XCAHost,
-    CoaTHost,
-    CrossViTHost,
-    DaViTHost,
-    EdgeNeXtHost,
-    EfficientFormerV1Host,
-    CascadedHost,
-    FastViTHost,
-    GCViTHost,
-    CPUBoneHost,
-    LowFormerHost,
-    MaxxHost,
-    MaxxPictureHost,
-    MetaFormerHost,
-    MultiQueryHost,
-    PictureHost,
-    NestHost,
-    NextViTHost,
-    IFormerHost,
-    SHViTHost,
-    SwinV2CrHost,
-    SwinV2Host,
-    TinyViTHost,
-    TwinsGlobalHost,
-    TwinsLocalHost,
-    VisformerHost,
-)
-BY_ORIGINAL: dict[type[nn.Module], type[Host]] = {host.original: host for host in HOSTS}
+HOSTS = tuple(BY_ORIGINAL.values())  # of timm's modules
 
 
 def host_for(module: nn.Module) -> type[Host] | None:

@@ -11,63 +11,44 @@ from __future__ import annotations
 from typing import Any
 
 from timm.models.cait import ClassAttn, TalkingHeadAttn
-from torch import Tensor, nn
+from torch import Tensor
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, one_query_ask, talking_ask
+from linvit.attention import TokenGrid
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import ONE_QUERY, Host, PlainHost
 
 
-class TalkingHeadHost(Host, TalkingHeadAttn):
+class TalkingHeadHost(PlainHost, TalkingHeadAttn):
     original = TalkingHeadAttn
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return ([talking_ask()] if module.proj_l is not None else []) + dropout_ask(module)
-
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
-        if feature == "talking_heads":
-            module.proj_l = module.proj_w = None
-
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
-        return image.grid
-
-    @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        follow_grids(model, cls)
+    features = {"talking_heads": ("proj_l", "proj_w")}
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, _ = x.shape
-        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         if self.proj_l is None:
-            out = self.attend(q, k, v, self.grids.grid if self.grids is not None else None, x=x)
-        else:
-            logits = (q @ k.transpose(-2, -1) * self.scale).movedim(1, -1)
-            out = self.proj_w(self.proj_l(logits).softmax(-2)).movedim(-1, 1) @ v
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.mechanism.after_projection(out, q))
+            return super().forward(x)
+        q, k, v = self.project(x)
+        logits = (q @ k.transpose(-2, -1) * self.scale).movedim(1, -1)
+        out = self.proj_w(self.proj_l(logits).softmax(-2)).movedim(-1, 1) @ v
+        return self.proj_drop(self.project_out(out, q))
 
 
-class ClassAttnHost(Host, ClassAttn):
-    original = ClassAttn
+class ClassTokenHost(Host):
+    """The class token, which comes first, asks all tokens."""
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        width = module.q.in_features
-        return Shape(module.num_heads, width // module.num_heads, dim=width)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return [one_query_ask(), *dropout_ask(module)]
+    needs = (ONE_QUERY,)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
         return TokenGrid.line(args[0].shape[1])
 
+    def _keys_and_values(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.split_heads(self.k(x)), self.split_heads(self.v(x))
+
     def forward(self, x: Tensor) -> Tensor:
         first = x[:, :1]
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (self.q(first), self.k(x), self.v(x)))
+        q, (k, v) = self.split_heads(self.q(first)), self._keys_and_values(x)
         out = self.attend(q, k, v, None, x=first)
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.mechanism.after_projection(out, q))
+        return self.proj_drop(self.project_out(out, q))
+
+
+class ClassAttnHost(ClassTokenHost, ClassAttn):
+    original = ClassAttn

@@ -15,7 +15,8 @@ from timm.models.coat import CoaT, FactorAttnConvRelPosEnc
 from torch import Tensor, nn
 
 from linvit.attention import TokenGrid
-from linvit.conversion.host import Grids, Host
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import Host
 
 
 class CoaTHost(Host, FactorAttnConvRelPosEnc):
@@ -32,7 +33,7 @@ class CoaTHost(Host, FactorAttnConvRelPosEnc):
         return TokenGrid(args[1][0], args[1][1], prefix=1)
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         embeds = (m for owner in model.modules() if isinstance(owner, CoaT) for m in owner.modules())
         for embed in embeds:
             if isinstance(embed, PatchEmbed) and embed.strict_img_size:
@@ -40,10 +41,9 @@ class CoaTHost(Host, FactorAttnConvRelPosEnc):
                 embed.register_forward_pre_hook(follow_size)
 
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.project(x)
         out = self.attend(q, k, v, TokenGrid(size[0], size[1], prefix=1), x=x) + self.crpe(q, v, size=size)
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.mechanism.after_projection(out, q))
+        return self.proj_drop(self.project_out(out, q))
 
 
 def follow_size(embed: Any, args: tuple[Any, ...]) -> None:

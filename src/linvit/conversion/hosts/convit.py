@@ -15,26 +15,19 @@ from typing import Any
 
 import torch
 from timm.models.convit import GPSA, MHSA
-from torch import Tensor, nn
+from torch import Tensor
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Grids, Host, follow_grids
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import PlainHost, SequenceHost, unpack
 
 
-class GPSAHost(Host, GPSA):
+class GPSAHost(SequenceHost, GPSA):
     original = GPSA
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        return Shape(module.num_heads, module.dim // module.num_heads, dim=module.dim)
-
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
-        return image.grid
-
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        follow_grids(model, cls)
+    def shape(cls, module: Any) -> Shape:
+        return Shape(module.num_heads, module.dim // module.num_heads, dim=module.dim)
 
     def _along(self, length: int, weight: Tensor, square: Tensor) -> Tensor:
         """The positional map along one axis, `(heads, length, length)`. The bias cancels, as in the original."""
@@ -51,31 +44,25 @@ class GPSAHost(Host, GPSA):
         return torch.einsum("hrs,bhsxd->bhrxd", rows, picture).flatten(2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.grids is not None and self.grids.grid is not None
-        grid = self.grids.grid
-        q, k = self.qk(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        grid = self.token_grid
+        assert grid is not None
+        q, k = unpack(self.qk(x), 2, self.num_heads)
+        v = self.split_heads(self.v(x))
         gate = self.gating_param.sigmoid()[:, None, None]
         out = (1 - gate) * self.attend(q, k, v, grid, x=x) + gate * self._position(v, grid)
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.mechanism.after_projection(out, q))
+        return self.proj_drop(self.project_out(out, q))
 
 
-class MHSAHost(Host, MHSA):
+class MHSAHost(PlainHost, MHSA):
+    """The class token joins behind the positional layers, so there is one prefix token here and none there."""
+
     original = MHSA
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
         return None if image.grid is None else replace(image.grid, prefix=1)
 
-    @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        follow_grids(model, cls)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The class token joins behind the positional layers, so there is one prefix token here and none there."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        grid = None if self.grids is None or self.grids.grid is None else replace(self.grids.grid, prefix=1)
-        out = self.attend(q, k, v, grid, x=x)
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.mechanism.after_projection(out, q))
+    @property
+    def token_grid(self) -> TokenGrid | None:
+        grid = super().token_grid
+        return None if grid is None else replace(grid, prefix=1)

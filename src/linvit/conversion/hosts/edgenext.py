@@ -8,15 +8,9 @@ size.
 from __future__ import annotations
 
 from timm.models.edgenext import CrossCovarianceAttn
-from torch import nn
 
 from linvit.conversion.hosts.xcit import XCAHost
-from linvit.conversion.pictures import follow_pictures
 
 
 class EdgeNeXtHost(XCAHost, CrossCovarianceAttn):
     original = CrossCovarianceAttn  # type: ignore[assignment]
-
-    @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        follow_pictures(model, cls)

@@ -15,53 +15,34 @@ from timm.models.efficientvit_msra import CascadedGroupAttention, LocalWindowAtt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, bias_ask, offset_bias, wide_ask
+from linvit.attention import Shape
+from linvit.conversion.host import WIDE_VALUES, OffsetBiasHost, PictureHost, grid_of, to_tokens
 
 
-class CascadedHost(Host, CascadedGroupAttention):
+class CascadedHost(OffsetBiasHost, PictureHost, CascadedGroupAttention):
     original = CascadedGroupAttention
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        return Shape(1, module.key_dim, module.val_dim, dim=module.qkvs[0].conv.in_channels)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        bias = [bias_ask("relative_bias")] if module.attention_biases is not None else []
-        return [*bias, wide_ask()]
-
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
-        if feature == "relative_bias":
-            module.attention_biases = module.attention_bias_idxs = None
-
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
-        return TokenGrid(*args[0].shape[-2:])
+    needs = (WIDE_VALUES,)
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def shape(cls, module: Any) -> Shape:
+        return Shape(1, module.key_dim, module.val_dim, dim=module.qkvs[0].conv.in_channels)
+
+    @classmethod
+    def prepare(cls, model: nn.Module) -> None:
         for owner in model.modules():
             if type(owner) is LocalWindowAttention and isinstance(owner.attn, cls):
                 owner.__class__ = AnySizeWindows
 
-    def _init_buffers(self) -> None:
-        if self.attention_biases is not None:
-            super()._init_buffers()
-
     def forward(self, x: Tensor) -> Tensor:
-        grid = TokenGrid(x.shape[2], x.shape[3])
-        bias = None
-        if self.attention_biases is not None and self.mechanism.capabilities.bias:
-            bias = offset_bias(self.attention_biases, (self.resolution, self.resolution), grid)
+        grid = grid_of(x)
+        bias = self.bias(grid)
         outs: list[Tensor] = []
         for head, (part, qkv, near) in enumerate(zip(x.chunk(len(self.qkvs), dim=1), self.qkvs, self.dws, strict=True)):
             feature = part + outs[-1] if outs else part
             query, key, value = qkv(feature).split([self.key_dim, self.key_dim, self.val_dim], dim=1)
             q, k, v = (grid.from_map(t, 1) for t in (near(query), key, value))
             own = None if bias is None else bias[:, head : head + 1]
-            outs.append(grid.to_map(self.attend(q, k, v, grid, bias=own, x=feature.flatten(2).transpose(1, 2))))
+            outs.append(grid.to_map(self.attend(q, k, v, grid, bias=own, x=to_tokens(feature))))
         return self.proj(torch.cat(outs, dim=1))
 
 

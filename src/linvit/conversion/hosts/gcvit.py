@@ -7,48 +7,28 @@ another size are resized to the window.
 
 from __future__ import annotations
 
-from typing import Any
-
 from timm.models.gcvit import WindowAttentionGlobal
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Host, bias_ask, dropout_ask
+from linvit.conversion.host import WindowHost, has_logits
 
 
-class GCViTHost(Host, WindowAttentionGlobal):
+class GCViTHost(WindowHost, WindowAttentionGlobal):
     original = WindowAttentionGlobal
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        grid = TokenGrid(*module.window_size)
-        return Shape(module.num_heads, module.head_dim, dim=module.qkv.in_features, grid=grid)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return ([bias_ask("relative_bias")] if module.rel_pos is not None else []) + dropout_ask(module)
-
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
-        if feature == "relative_bias":
-            module.rel_pos = None
+    features = {"relative_bias": ("rel_pos",)}
 
     def _queries(self, q_global: Tensor, windows: int) -> Tensor:
         """The global queries `(batch, height, width, channels)` for every window, in the original's order."""
         if q_global.shape[1:3] != tuple(self.window_size):
             picture = F.interpolate(q_global.permute(0, 3, 1, 2), self.window_size, mode="bilinear")
             q_global = picture.permute(0, 2, 3, 1)
-        queries = q_global.flatten(1, 2).repeat(windows // len(q_global), 1, 1)
-        return queries.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return self.split_heads(q_global.flatten(1, 2).repeat(windows // len(q_global), 1, 1))
 
     def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         k, v = heads[-2], heads[-1]
         q = self._queries(q_global, len(x)) if self.use_global and q_global is not None else heads[0]
-        bias = None
-        if self.rel_pos is not None and self.mechanism.capabilities.bias:
-            bias = self.rel_pos.get_bias()
-        out = self.attend(q, k, v, TokenGrid(*self.window_size), bias=bias, x=x)
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.mechanism.after_projection(out, q))
+        bias = self.rel_pos.get_bias() if self.rel_pos is not None and has_logits(self.mechanism) else None
+        out = self.attend(q, k, v, self.window, bias=bias, x=x)
+        return self.proj_drop(self.project_out(out, q))

@@ -12,29 +12,22 @@ from typing import Any
 from timm.models.gemma4_vit import Gemma4Attention, apply_multidimensional_rope
 from torch import Tensor, nn
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, rotary_ask, width_ask
-from linvit.conversion.hosts.vit import split_mask
+from linvit.attention import Shape
+from linvit.conversion.host import ANOTHER_WIDTH, Ask, changes_width, merge_heads
+from linvit.conversion.hosts.vit import MaskedHost
 
 
-class Gemma4Host(Host, Gemma4Attention):
+class Gemma4Host(MaskedHost, Gemma4Attention):
     original = Gemma4Attention
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        return Shape(module.num_heads, module.head_dim, dim=module.q_proj.linear.in_features)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return [rotary_ask(), *dropout_ask(module), *width_ask(module.o_proj.linear)]
-
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
-        return image.grid
+    features = {"rotary": ()}
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        follow_grids(model, cls)
+    def shape(cls, module: Any) -> Shape:
+        return Shape(module.num_heads, module.head_dim, dim=module.q_proj.linear.in_features)
+
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return super().asks(model, module) + ([ANOTHER_WIDTH] if changes_width(module.o_proj.linear) else [])
 
     def forward(self, x: Tensor, rope_cos: Tensor, rope_sin: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -44,8 +37,5 @@ class Gemma4Host(Host, Gemma4Attention):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.num_kv_groups > 1:
             k, v = k.repeat_interleave(self.num_kv_groups, dim=1), v.repeat_interleave(self.num_kv_groups, dim=1)
-        mask, bias = split_mask(attn_mask, self.mechanism)
-        grid = self.grids.grid if self.grids is not None else None
-        out = self.attend(q, k, v, grid, mask=mask, bias=bias, x=x)
-        out = self.o_proj(out.transpose(1, 2).flatten(2))
+        out = self.o_proj(merge_heads(self.attend_masked(q, k, v, attn_mask, x)))
         return self.proj_drop(self.mechanism.after_projection(out, q))

@@ -17,7 +17,8 @@ from timm.models.hiera import Hiera, MaskUnitAttention
 from torch import Tensor, nn
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, unequal_ask
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import POOLED_QUERIES, Ask, Host, unpack
 
 Strides = tuple[tuple[int, int], ...]
 
@@ -27,21 +28,21 @@ class HieraHost(Host, MaskUnitAttention):
     strides: Strides = ()  # pooling still to come, each step of which is an outer axis of the tokens
     units: tuple[int, int] = (1, 1)  # mask units of the picture
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
         return Shape(module.heads, module.head_dim, dim=module.dim)
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return [unequal_ask("pooled queries", droppable=False)] if module.q_stride > 1 else []
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return super().asks(model, module) + ([POOLED_QUERIES] if module.q_stride > 1 else [])
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
-        strides, units = next(where for attn, where in stages(image.owner) if attn is module)
+        strides, units = next(where for attn, where in stages(image.owner) if attn.qkv is module.qkv)
         return layout(strides, (1, 1) if module.use_mask_unit_attn else units)[0]
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         for owner in model.modules():
             if isinstance(owner, Hiera):
                 for attn, (strides, units) in stages(owner):
@@ -52,11 +53,10 @@ class HieraHost(Host, MaskUnitAttention):
         size = self.q_stride * self.window_size if self.use_mask_unit_attn else tokens
         units = tokens // size
         x = x.reshape(batch, size, units, -1).transpose(1, 2).flatten(0, 1)
-        q, k, v = self.qkv(x).reshape(batch * units, size, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = unpack(self.qkv(x), 3, self.heads)
         if self.q_stride > 1:
             q = q.unflatten(2, (self.q_stride, -1)).amax(2)
-        out = self._attend(q, k, v, x)
-        out = self.mechanism.after_projection(self.proj(out.transpose(1, 2).flatten(2)), q)
+        out = self.project_out(self._attend(q, k, v, x), q)
         return out.unflatten(0, (batch, units)).transpose(1, 2).flatten(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:

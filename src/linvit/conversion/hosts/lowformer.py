@@ -10,20 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Grids, Host
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import Host, grid_of, to_tokens
 
 
 class _ShrunkBase(Host):
-    num_heads: Any
-    conv_proj: Any
-    pwise: Any
-    o_proj: Any
-    upsampling: Any
-    att_stride: Any
     small_kernels: Any = False
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
         return Shape(module.num_heads, module.head_dim, dim=module.pwise.in_channels)
 
     @staticmethod
@@ -36,9 +31,9 @@ class _ShrunkBase(Host):
         if self.small_kernels and self.att_stride > 1:
             x = F.pad(x, (0, -width % self.att_stride, 0, -height % self.att_stride))
         small = self.conv_proj(x)
-        grid = TokenGrid(small.shape[2], small.shape[3])
+        grid = grid_of(small)
         q, k, v = grid.from_map(self.pwise(small), self.num_heads).chunk(3, dim=-1)
-        out = self.attend(q, k, v, grid, x=small.flatten(2).transpose(1, 2))
+        out = self.attend(q, k, v, grid, x=to_tokens(small))
         return self.upsampling(self.o_proj(grid.to_map(out)))[..., :height, :width]
 
 

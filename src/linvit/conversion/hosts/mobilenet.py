@@ -7,62 +7,62 @@ as queries.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from timm.layers import Attention2d, MultiQueryAttention2d
-from torch import Tensor
+from torch import Tensor, nn
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, unequal_ask, wide_ask, width_ask
-from linvit.conversion.pictures import after_projection
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import (
+    ANOTHER_WIDTH,
+    FEATURES,
+    WIDE_VALUES,
+    Ask,
+    Host,
+    PictureHost,
+    after_projection,
+    changes_width,
+    grid_of,
+    to_tokens,
+)
+
+POOLING = ("down_pool", "down_conv", "norm", "upsample")
 
 
-class PictureHost(Host, Attention2d):
+class Attention2dHost(PictureHost, Attention2d):
     original = Attention2d
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        return Shape(module.num_heads, module.dim_head, dim=module.qkv.in_channels)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return width_ask(module.proj) + dropout_ask(module)
-
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
-        return TokenGrid(*args[0].shape[-2:])
-
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        grid, qkv = TokenGrid(x.shape[2], x.shape[3]), self.qkv(x)
+        grid, qkv = grid_of(x), self.qkv(x)
         if self.head_first:
             q, k, v = grid.from_map(qkv, self.num_heads).chunk(3, dim=-1)
         else:
             q, k, v = (grid.from_map(t, self.num_heads) for t in qkv.chunk(3, dim=1))
-        out = self.attend(q, k, v, grid, bias=attn_mask, x=x.flatten(2).transpose(1, 2))
+        out = self.attend(q, k, v, grid, bias=attn_mask, x=to_tokens(x))
         return self.proj_drop(after_projection(self.mechanism, self.proj(grid.to_map(out)), q))
 
 
 class MultiQueryHost(Host, MultiQueryAttention2d):
     original = MultiQueryAttention2d
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
         return Shape(module.num_heads, module.key_dim, module.value_dim, dim=module.query.proj.in_channels)
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        pooled = module.has_query_strides or module.kv_stride > 1
-        unequal = [unequal_ask("pooling", droppable=True)] if pooled else []
-        wide = [wide_ask()] if module.value_dim != module.key_dim else []
-        return unequal + wide + width_ask(module.output.proj) + dropout_ask(module)
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        pooled = [FEATURES["pooling"]] if module.has_query_strides or module.kv_stride > 1 else []
+        wide = [WIDE_VALUES] if module.value_dim != module.key_dim else []
+        width = [ANOTHER_WIDTH] if changes_width(module.output.proj) else []
+        return pooled + super().asks(model, module) + wide + width
 
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
+    @classmethod
+    def give_up(cls, module: Any, feature: str) -> None:
         if feature == "pooling":
-            for part in (module.query, module.key, module.value, module.output):
-                for name in ("down_pool", "down_conv", "norm", "upsample"):
-                    if hasattr(part, name):
-                        delattr(part, name)
+            for name in ("query", "key", "value", "output"):
+                setattr(module, name, without_pooling(getattr(module, name)))
             module.has_query_strides, module.query_strides, module.kv_stride = False, (1, 1), 1
 
     @staticmethod
@@ -72,9 +72,16 @@ class MultiQueryHost(Host, MultiQueryAttention2d):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         query, key, value = self.query(x), self.key(x), self.value(x)
-        grid, keys = TokenGrid(query.shape[2], query.shape[3]), TokenGrid(key.shape[2], key.shape[3])
+        grid, keys = grid_of(query), grid_of(key)
         q = grid.from_map(query, self.num_heads)
         k, v = (keys.from_map(t, 1).expand(-1, self.num_heads, -1, -1) for t in (key, value))
-        tokens = None if self.has_query_strides else x.flatten(2).transpose(1, 2)
+        tokens = None if self.has_query_strides else to_tokens(x)
         out = self.output(grid.to_map(self.attend(q, k, v, grid, key_grid=keys, bias=attn_mask, x=tokens)))
         return out if self.has_query_strides else after_projection(self.mechanism, out, q)
+
+
+def without_pooling(part: nn.Module) -> nn.Sequential:
+    """A sequence of the same modules, under the same names, but for those that pool."""
+    rest = nn.Sequential(OrderedDict((name, m) for name, m in part.named_children() if name not in POOLING))
+    rest.training = part.training
+    return rest

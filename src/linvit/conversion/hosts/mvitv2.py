@@ -10,29 +10,26 @@ from timm.models.mvitv2 import MultiScaleAttention, cal_rel_pos_type, reshape_po
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, bias_ask, unequal_ask
+from linvit.attention import TokenGrid
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import POOLED_KEYS, Ask, Host, has_logits
 
 
 class MViTv2Host(Host, MultiScaleAttention):
     original = MultiScaleAttention
+    features = {"relative_bias": ("rel_pos_h", "rel_pos_w")}
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        return Shape(module.num_heads, module.head_dim, dim=module.qkv.in_features)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        asks = [bias_ask("relative_bias")] if module.rel_pos_type == "spatial" else []
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
         stride_q = module.pool_q.stride if module.pool_q is not None else 1
         stride_k = module.pool_k.stride if module.pool_k is not None else 1
-        return asks + ([unequal_ask("pooled keys", droppable=False)] if stride_q != stride_k else [])
+        return super().asks(model, module) + ([POOLED_KEYS] if stride_q != stride_k else [])
 
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
+    @classmethod
+    def give_up(cls, module: Any, feature: str) -> None:
+        super().give_up(module, feature)
         if feature == "relative_bias":
             module.rel_pos_type = ""
-            module.rel_pos_h = module.rel_pos_w = None
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
@@ -56,15 +53,14 @@ class MViTv2Host(Host, MultiScaleAttention):
         return (x if norm is None else norm(x)), size
 
     def forward(self, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:
-        batch, tokens, _ = x.shape
-        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.project(x)
         q, q_size = self._pool(q, self.pool_q, self.norm_q, feat_size)
         k, k_size = self._pool(k, self.pool_k, self.norm_k, feat_size)
         v, _ = self._pool(v, self.pool_v, self.norm_v, feat_size)
         prefix = int(self.has_cls_token)
         bias = None
-        if self.rel_pos_type == "spatial" and self.mechanism.capabilities.bias:
-            bias = q.new_zeros(batch, self.num_heads, q.shape[2], k.shape[2])
+        if self.rel_pos_type == "spatial" and has_logits(self.mechanism):
+            bias = q.new_zeros(len(q), self.num_heads, q.shape[2], k.shape[2])
             rows = resized(self.rel_pos_h, 2 * max(q_size[0], k_size[0]) - 1)
             columns = resized(self.rel_pos_w, 2 * max(q_size[1], k_size[1]) - 1)
             bias = cal_rel_pos_type(bias, q, self.has_cls_token, q_size, k_size, rows, columns)
@@ -72,8 +68,7 @@ class MViTv2Host(Host, MultiScaleAttention):
         out = self.attend(q, k, v, grid, key_grid=key_grid, bias=bias, x=x)
         if self.residual_pooling:
             out = out + q
-        out = self.proj(out.transpose(1, 2).reshape(batch, -1, self.dim_out))
-        return self.mechanism.after_projection(out, q), q_size
+        return self.project_out(out, q), q_size
 
 
 def resized(table: Tensor, length: int) -> Tensor:

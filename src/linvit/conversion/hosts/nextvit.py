@@ -9,47 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 from timm.models.nextvit import EfficientAttention
-from torch import Tensor, nn
+from torch import Tensor
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, unequal_ask
-from linvit.conversion.pictures import follow_pictures
+from linvit.attention import TokenGrid
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import SequenceHost
 
 
-class NextViTHost(Host, EfficientAttention):
+class NextViTHost(SequenceHost, EfficientAttention):
     original = EfficientAttention
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        return Shape(module.num_heads, module.head_dim, dim=module.dim)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        pooled = [unequal_ask("pooling", droppable=True)] if module.sr is not None else []
-        return pooled + dropout_ask(module)
-
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
-        if feature == "pooling":
-            module.sr = module.norm = None
+    features = {"pooling": ("sr", "norm")}
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
         return image.grid if module.sr is None else TokenGrid.line(args[0].shape[1] // module.N_ratio)
 
-    @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        follow_pictures(model, cls)
-
     def forward(self, x: Tensor) -> Tensor:
-        grid = self.grids.grid if self.grids is not None else None
-        source, key_grid = x, grid
+        source, key_grid = x, self.token_grid
         if self.sr is not None:
             source = self.norm(self.sr(x.transpose(1, 2))).transpose(1, 2)
             key_grid = TokenGrid.line(source.shape[1])
-        q, k, v = (
-            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (self.q(x), self.k(source), self.v(source))
-        )
-        out = self.attend(q, k, v, grid, key_grid=key_grid, x=x)
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.mechanism.after_projection(out, q))
+        q, k, v = (self.split_heads(t) for t in (self.q(x), self.k(source), self.v(source)))
+        out = self.attend(q, k, v, self.token_grid, key_grid=key_grid, x=x)
+        return self.proj_drop(self.project_out(out, q))

@@ -14,62 +14,17 @@ import torch
 from timm.layers import AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import (
-    Ask,
-    Grids,
-    Host,
-    dropout_ask,
-    follow_grids,
-    given,
-    refuse_mask,
-    rotary_ask,
-    width_ask,
-)
-from linvit.conversion.hosts.vit import split_mask, use_key_masks
+from linvit.conversion.host import FEATURES, Ask, biased_projection, given, merge_heads, refuse_causal
+from linvit.conversion.hosts.vit import MaskedHost
 
 
-class _RopeBase(Host):
+class _RopeBase(MaskedHost):
     """What the two share: everything but the projections."""
 
-    qkv: Any
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
-    q_norm: Any
-    k_norm: Any
-    norm: Any
-    gate: Any
-    proj: Any
-    proj_drop: Any
-    num_heads: Any
-    head_dim: Any
-    num_prefix_tokens: Any
-    rotate_half: Any
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        first = module.qkv if module.qkv is not None else module.q_proj
-        return Shape(module.num_heads, module.head_dim, dim=first.in_features)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module) + width_ask(module.proj)
-
     @classmethod
-    def asks_in(cls, model: nn.Module, module: Any) -> list[Ask]:
-        return cls.asks(module) + ([rotary_ask()] if given(model, module, "rope") else [])
-
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
-        return image.grid
-
-    @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        follow_grids(model, cls)
-        use_key_masks(model)
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return super().asks(model, module) + ([FEATURES["rotary"]] if given(model, module, "rope") else [])
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -87,7 +42,7 @@ class _RopeBase(Host):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        refuse_mask(is_causal)
+        refuse_causal(is_causal)
         q, k, v = self._project(x)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
@@ -95,10 +50,7 @@ class _RopeBase(Host):
         groups = self.num_heads // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        mask, bias = split_mask(attn_mask, self.mechanism)
-        grid = self.grids.grid if self.grids is not None else None
-        out = self.attend(q, k, v, grid, mask=mask, bias=bias, x=x)
-        out = self.norm(out.transpose(1, 2).flatten(2))
+        out = self.norm(merge_heads(self.attend_masked(q, k, v, attn_mask, x)))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.mechanism.after_projection(self.proj(out), q))
@@ -110,11 +62,9 @@ class RopeHost(_RopeBase, AttentionRope):
 
 class EvaHost(_RopeBase, EvaAttention):
     original = EvaAttention
-    k_bias: Any
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.q_bias is None:
             return super()._project(x)
-        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        q, k, v = F.linear(x, self.qkv.weight, bias).chunk(3, dim=-1)
+        q, k, v = biased_projection(self, x).chunk(3, dim=-1)
         return self._heads(q), self._heads(k), self._heads(v)

@@ -13,34 +13,26 @@ from typing import Any
 
 from timm.layers import apply_rot_embed_cat
 from timm.models.vision_transformer_sam import Attention, get_decomposed_rel_pos_bias
-from torch import Tensor
+from torch import Tensor, nn
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, bias_ask, dropout_ask, rotary_ask
+from linvit.attention import TokenGrid
+from linvit.conversion.host import FEATURES, Ask, ChannelsLastHost, has_logits
 
 
-class SAMHost(Host, Attention):
+class SAMHost(ChannelsLastHost, Attention):
     original = Attention
     rope: Any
+    features = {"relative_bias": ("rel_pos_h", "rel_pos_w")}
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        return Shape(module.num_heads, module.head_dim, dim=module.qkv.in_features)
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return super().asks(model, module) + ([FEATURES["rotary"]] if module.rope is not None else [])
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        asks = [bias_ask("relative_bias")] if module.use_rel_pos else []
-        return asks + ([rotary_ask()] if module.rope is not None else []) + dropout_ask(module)
-
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
+    @classmethod
+    def give_up(cls, module: Any, feature: str) -> None:
+        super().give_up(module, feature)
         if feature == "relative_bias":
             module.use_rel_pos = False
-            module.rel_pos_h = module.rel_pos_w = None
-
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
-        return TokenGrid(*args[0].shape[1:3])
 
     def _rotation(self, grid: TokenGrid, like: Tensor) -> Tensor:
         size = [grid.height, grid.width]
@@ -49,19 +41,16 @@ class SAMHost(Host, Attention):
         return self.rope._get_pos_embed_values(size, device=like.device, dtype=like.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, height, width, _ = x.shape
-        grid = TokenGrid(height, width)
-        x = x.flatten(1, 2)
-        q, k, v = self.qkv(x).reshape(batch, grid.tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        size = (x.shape[1], x.shape[2])
+        grid, x = TokenGrid(*size), x.flatten(1, 2)
+        q, k, v = self.project(x)
         q, k = self.q_norm(q), self.k_norm(k)
         bias = None
-        if self.use_rel_pos and self.mechanism.capabilities.bias:
-            size = (height, width)
+        if self.use_rel_pos and has_logits(self.mechanism):
             bias = get_decomposed_rel_pos_bias(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
-            bias = bias.unflatten(0, (batch, self.num_heads))
+            bias = bias.unflatten(0, (len(x), self.num_heads))
         if self.rope is not None:
             rotation = self._rotation(grid, q)
             q, k = apply_rot_embed_cat(q, rotation).type_as(v), apply_rot_embed_cat(k, rotation).type_as(v)
         out = self.attend(q, k, v, grid, bias=bias, x=x)
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.mechanism.after_projection(out, q)).unflatten(1, (height, width))
+        return self.proj_drop(self.project_out(out, q)).unflatten(1, size)

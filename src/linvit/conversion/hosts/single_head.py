@@ -12,55 +12,46 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, wide_ask
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import WIDE_VALUES, PictureHost, grid_of, to_tokens
 
 
-class SHViTHost(Host, SHSA):
+class SHViTHost(PictureHost, SHSA):
     original = SHSA
+    needs = (WIDE_VALUES,)
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
         return Shape(1, module.qk_dim, module.pdim, dim=module.pdim)
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return [wide_ask()]
-
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
-        return TokenGrid(*args[0].shape[-2:])
-
     def forward(self, x: Tensor) -> Tensor:
-        grid = TokenGrid(x.shape[2], x.shape[3])
+        grid = grid_of(x)
         seen, rest = x.split([self.pdim, self.dim - self.pdim], dim=1)
         seen = self.pre_norm(seen)
         q, k, v = grid.from_map(self.qkv(seen), 1).split([self.qk_dim, self.qk_dim, self.pdim], dim=-1)
-        out = grid.to_map(self.attend(q, k, v, grid, x=seen.flatten(2).transpose(1, 2)))
+        out = grid.to_map(self.attend(q, k, v, grid, x=to_tokens(seen)))
         return self.proj(torch.cat((out, rest), dim=1))
 
 
-class IFormerHost(Host, SHMA):
+class IFormerHost(PictureHost, SHMA):
     original = SHMA
+    needs = (WIDE_VALUES,)
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
         dim, keys, values = (getattr(module, name).c.weight.shape for name in ("q", "k", "proj"))
         grid = TokenGrid(module.window_size, module.window_size) if module.window_size else None
         return Shape(1, keys[0], values[1], dim=dim[1], grid=grid)
 
     @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return [wide_ask(), *dropout_ask(module)]
-
-    @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
-        return None if module.window_size else TokenGrid(*args[0].shape[-2:])
+        return None if module.window_size else grid_of(args[0])
 
     def _mix(self, x: Tensor) -> Tensor:
-        grid = TokenGrid(x.shape[2], x.shape[3])
+        grid = grid_of(x)
         v, gate = self.gate_act(self.v_gate(x)).chunk(2, dim=1)
         q, k, v = (grid.from_map(t, 1) for t in (self.q(x), self.k(x), v))
-        out = grid.to_map(self.attend(q, k, v, grid, x=x.flatten(2).transpose(1, 2)))
+        out = grid.to_map(self.attend(q, k, v, grid, x=to_tokens(x)))
         return self.proj(out * gate)
 
     def forward(self, x: Tensor) -> Tensor:

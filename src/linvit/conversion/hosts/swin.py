@@ -6,32 +6,41 @@ ReLU). A linear one cannot honour them; `drop=("relative_bias", "shift_mask")` g
 
 from __future__ import annotations
 
-from typing import Any
-
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor
 
-from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Host, bias_ask, dropout_ask
+from linvit.conversion.host import WindowHost, has_logits
 
 
-class SwinHost(Host, WindowAttention):
+class ShiftedWindowHost(WindowHost):
+    """Windows with relative positions; in every second layer they are shifted, and a mask parts what is wrapped."""
+
+    features = {"shift_mask": ()}
+
+    def _position(self) -> Tensor | None:
+        raise NotImplementedError
+
+    def _scaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    def _bias(self, mask: Tensor | None) -> Tensor | None:
+        if not has_logits(self.mechanism):
+            return None
+        bias = self._position()
+        if mask is None or "shift_mask" in self.given_up:
+            return bias
+        return mask[:, None] if bias is None else bias + mask[:, None]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.project(x)
+        q, k = self._scaled(q, k)
+        out = self.attend(q, k, v, self.window, bias=self._bias(mask), x=x)
+        return self.proj_drop(self.project_out(out, q))
+
+
+class SwinHost(ShiftedWindowHost, WindowAttention):
     original = WindowAttention
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        width = module.qkv.out_features // 3 // module.num_heads
-        return Shape(module.num_heads, width, dim=module.dim, grid=TokenGrid(*module.window_size))
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        table = [bias_ask("relative_bias")] if module.relative_position_bias_table is not None else []
-        return [*table, bias_ask("shift_mask"), *dropout_ask(module)]
-
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
-        if feature == "relative_bias":
-            module.relative_position_bias_table = None
+    features = {"relative_bias": ("relative_position_bias_table",), "shift_mask": ()}
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
         if self.relative_position_bias_table is not None:
@@ -44,17 +53,5 @@ class SwinHost(Host, WindowAttention):
         if self.relative_position_bias_table is not None:
             super()._init_buffers()
 
-    def _bias(self, mask: Tensor | None) -> Tensor | None:
-        if not self.mechanism.capabilities.bias:
-            return None
-        bias = None if self.relative_position_bias_table is None else self._get_rel_pos_bias()
-        if mask is None:
-            return bias
-        return mask[:, None] if bias is None else bias + mask[:, None]
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        windows, tokens, _ = x.shape
-        q, k, v = self.qkv(x).reshape(windows, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        out = self.attend(q, k, v, TokenGrid(*self.window_size), bias=self._bias(mask), x=x)
-        out = self.proj(out.transpose(1, 2).reshape(windows, tokens, -1))
-        return self.proj_drop(self.mechanism.after_projection(out, q))
+    def _position(self) -> Tensor | None:
+        return None if self.relative_position_bias_table is None else self._get_rel_pos_bias()

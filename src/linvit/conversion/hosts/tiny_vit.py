@@ -12,37 +12,18 @@ from timm.models.tiny_vit import Attention
 from torch import Tensor
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Ask, Host, bias_ask, offset_bias
+from linvit.conversion.host import OffsetBiasHost
 
 
-class TinyViTHost(Host, Attention):
+class TinyViTHost(OffsetBiasHost, Attention):
     original = Attention
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
         grid = TokenGrid(*module.resolution)
         return Shape(module.num_heads, module.key_dim, module.val_dim, dim=module.qkv.in_features, grid=grid)
 
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return [bias_ask("relative_bias")] if module.attention_biases is not None else []
-
-    @staticmethod
-    def give_up(module: Any, feature: str) -> None:
-        if feature == "relative_bias":
-            module.attention_biases = module.attention_bias_idxs = None
-
-    def _init_buffers(self) -> None:
-        if self.attention_biases is not None:
-            super()._init_buffers()
-
     def forward(self, x: Tensor) -> Tensor:
-        grid = TokenGrid(*self.resolution)
-        x = self.norm(x)
-        heads = self.qkv(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        q, k, v = heads.split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
-        bias = None
-        if self.attention_biases is not None and self.mechanism.capabilities.bias:
-            bias = offset_bias(self.attention_biases, self.resolution, grid)
-        out = self.attend(q, k, v, grid, bias=bias, x=x)
-        return self.mechanism.after_projection(self.proj(out.transpose(1, 2).flatten(2)), q)
+        grid, x = TokenGrid(*self.resolution), self.norm(x)
+        q, k, v = self.split_packed(self.qkv(x))
+        return self.project_out(self.attend(q, k, v, grid, bias=self.bias(grid), x=x), q)

@@ -10,25 +10,26 @@ from timm.models.tnt import TNT, Attention
 from torch import Tensor, nn
 
 from linvit.attention import Shape, TokenGrid
-from linvit.conversion.host import Grids, Host
+from linvit.conversion.grids import Grids
+from linvit.conversion.host import Host, unpack
 
 
 class TNTHost(Host, Attention):
     original = Attention
     token_grid: TokenGrid | None = None
 
-    @staticmethod
-    def shape(module: Any) -> Shape:
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
         width = module.v.in_features
         return Shape(module.num_heads, module.head_dim, width // module.num_heads, dim=width)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
-        inside = any(block.attn_in is module for block in image.owner.blocks)
+        inside = any(block.attn_in.qk is module.qk for block in image.owner.blocks)
         return TokenGrid(*image.owner.pixel_embed.new_patch_size) if inside else image.grid
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
+    def prepare(cls, model: nn.Module) -> None:
         for owner in model.modules():
             if isinstance(owner, TNT):
                 block: Any
@@ -37,8 +38,6 @@ class TNTHost(Host, Attention):
                     block.attn_out.token_grid = TokenGrid(*owner.pixel_embed.grid_size, prefix=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k = self.qk(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        out = self.attend(q, k, v, self.token_grid, x=x)
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return self.proj_drop(self.mechanism.after_projection(out, q))
+        q, k = unpack(self.qk(x), 2, self.num_heads)
+        out = self.attend(q, k, self.split_heads(self.v(x)), self.token_grid, x=x)
+        return self.proj_drop(self.project_out(out, q))

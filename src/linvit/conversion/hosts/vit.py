@@ -7,50 +7,37 @@ it need images there.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from timm.layers import Attention
 from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 
-from linvit.attention import Mechanism, Shape, TokenGrid
-from linvit.conversion.host import Ask, Grids, Host, dropout_ask, follow_grids, refuse_mask, width_ask
-from linvit.conversion.pictures import follow_pictures
+from linvit.attention import Mechanism
+from linvit.conversion.host import Host, SequenceHost, merge_heads, refuse_causal
 
 
-class ViTHost(Host, Attention):
-    original = Attention
-
-    @staticmethod
-    def shape(module: Any) -> Shape:
-        return Shape(module.num_heads, module.head_dim, dim=module.qkv.in_features)
-
-    @staticmethod
-    def asks(module: Any) -> list[Ask]:
-        return dropout_ask(module) + width_ask(module.proj)
-
-    @staticmethod
-    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
-        return image.grid
+class MaskedHost(SequenceHost):
+    """A host of a sequence that may come with a mask."""
 
     @classmethod
-    def prepare(cls, model: nn.Module, hosts: list[tuple[str, nn.Module]]) -> None:
-        follow_pictures(model, cls)
-        follow_grids(model, cls)
+    def prepare(cls, model: nn.Module) -> None:
+        super().prepare(model)
         use_key_masks(model)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        refuse_mask(is_causal)
-        batch, tokens, _ = x.shape
-        gate = self.gate(x).sigmoid() if self.gate is not None else None
-        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        q, k = self.q_norm(q), self.k_norm(k)
+    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> Tensor:
         mask, bias = split_mask(attn_mask, self.mechanism)
-        grid = self.grids.grid if self.grids is not None else None
-        out = self.attend(q, k, v, grid, mask=mask, bias=bias, x=x)
-        out = self.norm(out.transpose(1, 2).reshape(batch, tokens, -1))
+        return self.attend(q, k, v, self.token_grid, mask=mask, bias=bias, x=x)
+
+
+class ViTHost(MaskedHost, Attention):
+    original = Attention
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        refuse_causal(is_causal)
+        gate = self.gate(x).sigmoid() if self.gate is not None else None
+        q, k, v = self.project(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        out = self.norm(merge_heads(self.attend_masked(q, k, v, attn_mask, x)))
         if gate is not None:
             out = out * gate
         return self.proj_drop(self.mechanism.after_projection(self.proj(out), q))

@@ -1,7 +1,7 @@
 """What the papers printed: one file per paper, each cell as it stands there."""
 
 from linvit.measurement.published import castling, fair, mobile, qtvit
-from linvit.measurement.published.row import Row, Section, Table
+from linvit.measurement.published.table import Printed, Section, Table
 
 TABLES: dict[str, Table] = {
     "fair": fair.TABLE,
@@ -10,4 +10,4 @@ TABLES: dict[str, Table] = {
     "castling": castling.TABLE,
 }
 
-__all__ = ["TABLES", "Row", "Section", "Table"]
+__all__ = ["TABLES", "Printed", "Section", "Table"]

@@ -1,6 +1,6 @@
 """A Fair Comparison between Efficient Attentions (Hong et al., 2022): the poster's table."""
 
-from linvit.measurement.published.row import Row, Section, Table
+from linvit.measurement.published.table import Printed, Table, section
 
 NO_SCORES = "The cell leaves out the score vectors w_q and w_k."
 FROZEN = "The random projections are frozen and count neither here nor there."
@@ -9,29 +9,22 @@ PLAIN_XCA = "Without norm and temperature as in the released code; the poster pr
 COPIED = "The cell is COL-16's; smaller patches make a smaller embedding."
 
 
-def pyramid(patch: int, *cells: tuple[str, str, str, str, str, str]) -> tuple[Row, ...]:
+def pyramid(patch: int, *cells: tuple[str, str, str, str, str, str]) -> tuple[Printed, ...]:
     """Rows of (label, name, parameters, FLOPs, top-1, note)."""
-    return tuple(
-        Row(
-            f"{label}-{patch}",
-            f"fair_pyramid_p{patch}_{name}",
-            params,
-            flops,
-            top1,
-            note,
-            left_out="mechanisms" if note == NO_SCORES else "",
-        )
-        for label, name, params, flops, top1, note in cells
-    )
+    rows = []
+    for label, name, params, flops, top1, note in cells:
+        model, left_out = f"fair_pyramid_p{patch}_{name}", "mechanisms" if note == NO_SCORES else ""
+        rows.append(Printed(f"{label}-{patch}", model, params, flops, top1, note, left_out=left_out))
+    return tuple(rows)
 
 
 TABLE = Table(
     "Fair Comparison between Efficient Attentions",
     "FLOPs as fvcore counts them: MACs, and 5 for every normalised element.",
     (
-        Section(
+        section(
             "Patches of 4 pixels",
-            pyramid(
+            *pyramid(
                 4,
                 ("SA", "sa", "28.27", "8.821", "81.80", ""),
                 ("LA", "la", "30.91", "5.496", "79.04", ""),
@@ -43,9 +36,9 @@ TABLE = Table(
                 ("LPI", "lpi", "28.38", "4.520", "81.54", ""),
             ),
         ),
-        Section(
+        section(
             "Patches of 7 pixels",
-            pyramid(
+            *pyramid(
                 7,
                 ("SA", "sa", "28.28", "1.915", "78.97", ""),
                 ("LA", "la", "28.56", "1.561", "77.47", ""),
@@ -57,12 +50,10 @@ TABLE = Table(
                 ("LPI", "lpi", "28.39", "1.486", "79.70", ""),
             ),
         ),
-        Section(
+        section(
             "Column",
-            (
-                Row("COL-14", "fair_column_p14", "22.00", "6.117", "81.30", COPIED, ("params",)),
-                Row("COL-16", "fair_column_p16", "22.00", "4.589", "80.97"),
-            ),
+            Printed("COL-14", "fair_column_p14", "22.00", "6.117", "81.30", COPIED, ("params",)),
+            Printed("COL-16", "fair_column_p16", "22.00", "4.589", "80.97"),
         ),
     ),
     convention="fvcore",

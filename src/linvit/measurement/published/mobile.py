@@ -1,6 +1,8 @@
 """Mobile-Attention (ICML 2024): the poster's two tables."""
 
-from linvit.measurement.published.row import Row, Section, Table
+from functools import partial
+
+from linvit.measurement.published.table import Printed, Table, section
 
 BOTH = ("params", "macs")
 CUT = "DeiT-S has 22.05 M: the cell is cut, not rounded."
@@ -17,98 +19,45 @@ FOLDED_CUT = "BatchNorm folded into the convolutions leaves 3.55 M, cut to 3.5."
 FOLDED_CORE = "BatchNorm folded. Less than S0 without any attention, 0.376 G; our down-sampler keeps softmax."
 CASTLING = "The block as released; Castling's published models contain more."
 GATE = "The gate's place and size are inferred from its name."
+folded = partial(Printed, left_out="batch_norm")
 
 TABLE = Table(
     "Mobile-Attention",
     "Head size (2 channels here) and placement are not published; ours are inferred, so MACs may differ.",
     (
-        Section(
+        section(
             "ImageNet",
-            (
-                Row("DeiT-T", "deit_tiny_patch16_224", "5.7", "1.25", "72.2"),
-                Row("Mobi-DeiT-T", "mobile_deit_tiny", "5.7", "1.22", "73.3", COPIED, ("macs",)),
-                Row("DeiT-S", "deit_small_patch16_224", "22.0", "4.60", "79.8", CUT, ("params",)),
-                Row("Mobi-DeiT-S", "mobile_deit_small", "22.0", "4.20", "80.0", FLOOR, BOTH),
-                Row("DeiT-B", "deit_base_patch16_224", "86.3", "17.56", "83.4", DEIT_B, ("params",)),
-                Row("Mobi-DeiT-B", "mobile_deit_base", "86.3", "17.03", "84.2", DEIT_B_HEADS, ("params",)),
-                Row("PVTv2-b0", "pvt_v2_b0", "3.7", "0.60", "70.5", ONE_DIGIT, ("macs",)),
-                Row("Mobi-PVTv2-b0", "mobile_pvt_v2_b0", "3.5", "0.56", "71.5", NO_POOLING, BOTH),
-                Row("PVTv2-b2", "pvt_v2_b2", "25.4", "4.00", "82.1"),
-                Row("Mobi-PVTv2-b2", "mobile_pvt_v2_b2", "21.1", "3.80", "82.6", FULL_KEYS, ("macs",)),
-                Row("PVTv2-b3", "pvt_v2_b3", "45.2", "", "83.3"),
-                Row("Mobi-PVTv2-b3", "mobile_pvt_v2_b3", "39.0", "", "84.0", NO_POOLING, ("params",)),
-                Row(
-                    "EfficientFormerV2-S0",
-                    "efficientformerv2_s0",
-                    "3.5",
-                    "0.40",
-                    "75.7",
-                    FOLDED_CUT,
-                    ("params",),
-                    left_out="batch_norm",
-                ),
-                Row(
-                    "Mobi-EFv2-S0",
-                    "mobile_efficientformerv2_s0",
-                    "3.5",
-                    "0.37",
-                    "76.0",
-                    FOLDED_CORE,
-                    ("macs",),
-                    left_out="batch_norm",
-                ),
-                Row(
-                    "EfficientFormerV2-S2",
-                    "efficientformerv2_s2",
-                    "12.6",
-                    "1.25",
-                    "81.6",
-                    FOLDED,
-                    left_out="batch_norm",
-                ),
-                Row(
-                    "Mobi-EFv2-S2",
-                    "mobile_efficientformerv2_s2",
-                    "12.6",
-                    "1.22",
-                    "82.1",
-                    FOLDED,
-                    left_out="batch_norm",
-                ),
-                Row(
-                    "EfficientFormerV2-L",
-                    "efficientformerv2_l",
-                    "26.1",
-                    "2.56",
-                    "83.3",
-                    FOLDED,
-                    left_out="batch_norm",
-                ),
-                Row(
-                    "Mobi-EFv2-L",
-                    "mobile_efficientformerv2_l",
-                    "26.1",
-                    "2.50",
-                    "83.7",
-                    FOLDED,
-                    left_out="batch_norm",
-                ),
-            ),
+            Printed("DeiT-T", "deit_tiny_patch16_224", "5.7", "1.25", "72.2"),
+            Printed("Mobi-DeiT-T", "mobile_deit_tiny", "5.7", "1.22", "73.3", COPIED, ("macs",)),
+            Printed("DeiT-S", "deit_small_patch16_224", "22.0", "4.60", "79.8", CUT, ("params",)),
+            Printed("Mobi-DeiT-S", "mobile_deit_small", "22.0", "4.20", "80.0", FLOOR, BOTH),
+            Printed("DeiT-B", "deit_base_patch16_224", "86.3", "17.56", "83.4", DEIT_B, ("params",)),
+            Printed("Mobi-DeiT-B", "mobile_deit_base", "86.3", "17.03", "84.2", DEIT_B_HEADS, ("params",)),
+            Printed("PVTv2-b0", "pvt_v2_b0", "3.7", "0.60", "70.5", ONE_DIGIT, ("macs",)),
+            Printed("Mobi-PVTv2-b0", "mobile_pvt_v2_b0", "3.5", "0.56", "71.5", NO_POOLING, BOTH),
+            Printed("PVTv2-b2", "pvt_v2_b2", "25.4", "4.00", "82.1"),
+            Printed("Mobi-PVTv2-b2", "mobile_pvt_v2_b2", "21.1", "3.80", "82.6", FULL_KEYS, ("macs",)),
+            Printed("PVTv2-b3", "pvt_v2_b3", "45.2", "", "83.3"),
+            Printed("Mobi-PVTv2-b3", "mobile_pvt_v2_b3", "39.0", "", "84.0", NO_POOLING, ("params",)),
+            folded("EfficientFormerV2-S0", "efficientformerv2_s0", "3.5", "0.40", "75.7", FOLDED_CUT, ("params",)),
+            folded("Mobi-EFv2-S0", "mobile_efficientformerv2_s0", "3.5", "0.37", "76.0", FOLDED_CORE, ("macs",)),
+            folded("EfficientFormerV2-S2", "efficientformerv2_s2", "12.6", "1.25", "81.6", FOLDED),
+            folded("Mobi-EFv2-S2", "mobile_efficientformerv2_s2", "12.6", "1.22", "82.1", FOLDED),
+            folded("EfficientFormerV2-L", "efficientformerv2_l", "26.1", "2.56", "83.3", FOLDED),
+            folded("Mobi-EFv2-L", "mobile_efficientformerv2_l", "26.1", "2.50", "83.7", FOLDED),
         ),
-        Section(
+        section(
             "Ablation on DeiT-S",
-            (
-                Row("Hydra", "hydra_deit_small", "", "4.10", "73.5", BELOW_FLOOR, ("macs",)),
-                Row("Castling", "castling_deit_small", "", "4.52", "79.8", CASTLING, ("macs",)),
-                Row("DeiT-S", "deit_small_patch16_224", "", "4.60", "79.8"),
-                Row("Vanilla heads", "mobile_deit_small_vanilla", "", "", "79.0"),
-                Row("With SE", "mobile_deit_small_se", "", "", "78.3", GATE),
-                Row("With GLU", "mobile_deit_small_glu", "", "", "77.5", GATE),
-                Row(
-                    "Without head competing", "mobile_deit_small_nocompete", "", "4.18", "76.4", BELOW_FLOOR, ("macs",)
-                ),
-                Row("Mobile-Attention", "mobile_deit_small", "", "4.20", "80.0", BELOW_FLOOR, ("macs",)),
+            Printed("Hydra", "hydra_deit_small", "", "4.10", "73.5", BELOW_FLOOR, ("macs",)),
+            Printed("Castling", "castling_deit_small", "", "4.52", "79.8", CASTLING, ("macs",)),
+            Printed("DeiT-S", "deit_small_patch16_224", "", "4.60", "79.8"),
+            Printed("Vanilla heads", "mobile_deit_small_vanilla", "", "", "79.0"),
+            Printed("With SE", "mobile_deit_small_se", "", "", "78.3", GATE),
+            Printed("With GLU", "mobile_deit_small_glu", "", "", "77.5", GATE),
+            Printed(
+                "Without head competing", "mobile_deit_small_nocompete", "", "4.18", "76.4", BELOW_FLOOR, ("macs",)
             ),
+            Printed("Mobile-Attention", "mobile_deit_small", "", "4.20", "80.0", BELOW_FLOOR, ("macs",)),
         ),
     ),
 )

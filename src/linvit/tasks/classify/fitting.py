@@ -12,7 +12,8 @@ from torch import nn
 
 from linvit.conversion.saving import label_names, note
 from linvit.errors import LinvitError, Unreadable, unknown
-from linvit.measurement.record import environment, write_json
+from linvit.files import write_json
+from linvit.measurement.record import environment
 from linvit.tasks.classify.checks import RUN, check_labels, check_same, check_size, check_teacher_size, outputs_of
 from linvit.tasks.classify.classes import match_sets
 from linvit.tasks.classify.data import Images, Stream

@@ -74,13 +74,61 @@ def biased(scores, bias_in, ok, sharp, down, right):
 
 
 @triton.jit
-def step(k_in, v_in, bias_in, q_tile, total, ok_k, ok_v, ok_bias, sharp, down, right, PLAIN_K: tl.constexpr,
-         PLAIN_V: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """What one tile of keys adds to the output."""
+def key_tile_step(k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, ok_v, ok_bias, sharp, down, right,
+                  PLAIN_K: tl.constexpr, PLAIN_V: tl.constexpr, KIND: tl.constexpr,
+                  PRECISION: tl.constexpr):  # fmt: skip
+    """What one tile of keys adds to the output; to dq where there is a `g_tile`, for which k stands in rows."""
     k_tile = load(k_in, ok_k, PLAIN_K, KIND)
-    v_tile = load(v_in, ok_v, PLAIN_V, KIND)
-    scores = biased(tl.dot(q_tile, k_tile, input_precision=PRECISION), bias_in, ok_bias, sharp, down, right)
-    return tl.dot(relu(scores).to(KIND), v_tile, total, input_precision=PRECISION)
+    if g_tile is None:
+        v_tile = load(v_in, ok_v, PLAIN_V, KIND)
+        scores = biased(tl.dot(q_tile, k_tile, input_precision=PRECISION), bias_in, ok_bias, sharp, down, right)
+        return tl.dot(relu(scores).to(KIND), v_tile, total, input_precision=PRECISION)
+    else:
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        scores = biased(scores, bias_in, ok_bias, sharp, down, right)
+        v_tile = load(v_in, ok_v, PLAIN_V, KIND)
+        d_weight = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        d_scores = tl.where(scores > 0, d_weight, 0.0).to(KIND)
+        return tl.dot(d_scores, k_tile, total, input_precision=PRECISION)
+
+
+@triton.jit
+def over_keys(k_in, v_in, bias_in, q_tile, g_tile, total, mask, rows, channel, value, keys, k_n, v_n, mask_n,
+              sharp, bias_m, bias_n, WHOLE_K: tl.constexpr, WHOLE_V: tl.constexpr, N: tl.constexpr,
+              KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The sum of `key_tile_step` over all keys. Without a mask the last tile alone is checked for keys that are there;
+    `channel` and `value` are true for channels that are, in the tiles' shape."""
+    if mask is None:
+        whole = keys // N * N
+        for _ in tl.range(0, whole, N):
+            total = key_tile_step(
+                k_in, v_in, bias_in, q_tile, g_tile, total, channel, value, rows, sharp, bias_m, bias_n,
+                WHOLE_K, WHOLE_V, KIND, PRECISION,
+            )  # fmt: skip
+            k_in += N * k_n
+            v_in += N * v_n
+            if bias_in is not None:
+                bias_in += N * bias_n
+        if whole < keys:
+            keep = whole + tl.arange(0, N) < keys
+            ok_k = keep[None, :] & channel if g_tile is None else keep[:, None] & channel
+            total = key_tile_step(
+                k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, keep[:, None] & value, rows & keep[None, :], sharp,
+                bias_m, bias_n, False, False, KIND, PRECISION,
+            )  # fmt: skip
+    else:
+        for start in tl.range(0, keys, N):
+            keep = kept(mask, start, keys, mask_n, N)
+            ok_k = keep[None, :] & channel if g_tile is None else keep[:, None] & channel
+            total = key_tile_step(
+                k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, keep[:, None] & value, rows & keep[None, :], sharp,
+                bias_m, bias_n, False, False, KIND, PRECISION,
+            )  # fmt: skip
+            k_in += N * k_n
+            v_in += N * v_n
+            if bias_in is not None:
+                bias_in += N * bias_n
+    return total
 
 
 @triton.jit
@@ -92,7 +140,7 @@ def forward_kernel(
 ):  # fmt: skip
     """One block of M queries of one head, over all keys."""
     block, batch, head = place(heads, tl.cdiv(queries, M))
-    channel, value = tl.arange(0, DW) < D, tl.arange(0, VW) < VD
+    channel, value = tl.arange(0, DW) < D, (tl.arange(0, VW) < VD)[None, :]
     rows = (block * M + tl.arange(0, M) < queries)[:, None]
     queries_in = rows_of(q, batch, head, block * M, q_b, q_h, q_n, q_d, M, DW)
     q_tile = load(queries_in, rows & channel[None, :], False, KIND)
@@ -103,42 +151,16 @@ def forward_kernel(
     bias_in = bias
     if bias is not None:
         bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m, period)
-    total = tl.zeros([M, VW], tl.float32)
-    if mask is None:
-        whole = keys // N * N
-        for _ in tl.range(0, whole, N):
-            total = step(
-                k_in, v_in, bias_in, q_tile, total, channel[:, None], value[None, :], rows, sharp, bias_m, bias_n,
-                D == DW, VD == VW, KIND, PRECISION,
-            )  # fmt: skip
-            k_in += N * k_n
-            v_in += N * v_n
-            if bias is not None:
-                bias_in += N * bias_n
-        if whole < keys:
-            keep = whole + tl.arange(0, N) < keys
-            ok_k, ok_v, ok_bias = keep[None, :] & channel[:, None], keep[:, None] & value[None, :], rows & keep[None, :]
-            total = step(
-                k_in, v_in, bias_in, q_tile, total, ok_k, ok_v, ok_bias, sharp, bias_m, bias_n, False, False, KIND,
-                PRECISION,
-            )  # fmt: skip
-    else:
+    if mask is not None:
         mask += batch.to(tl.int64) * mask_b
-        for start in tl.range(0, keys, N):
-            keep = kept(mask, start, keys, mask_n, N)
-            ok_k, ok_v, ok_bias = keep[None, :] & channel[:, None], keep[:, None] & value[None, :], rows & keep[None, :]
-            total = step(
-                k_in, v_in, bias_in, q_tile, total, ok_k, ok_v, ok_bias, sharp, bias_m, bias_n, False, False, KIND,
-                PRECISION,
-            )  # fmt: skip
-            k_in += N * k_n
-            v_in += N * v_n
-            if bias is not None:
-                bias_in += N * bias_n
+    total = over_keys(
+        k_in, v_in, bias_in, q_tile, None, tl.zeros([M, VW], tl.float32), mask, rows, channel[:, None], value, keys,
+        k_n, v_n, mask_n, sharp, bias_m, bias_n, D == DW, VD == VW, N, KIND, PRECISION,
+    )  # fmt: skip
     if inverse is not None:
         factor *= tl.load(inverse + batch)
     out_at = rows_of(out, batch, head, block * M, o_b, o_h, o_n, 1, M, VW)
-    tl.store(out_at, (total * factor).to(out.dtype.element_ty), mask=rows & value[None, :])
+    tl.store(out_at, (total * factor).to(out.dtype.element_ty), mask=rows & value)
 
 
 @triton.jit
@@ -208,19 +230,6 @@ def key_gradient_kernel(
 
 
 @triton.jit
-def query_step(k_in, v_in, bias_in, q_tile, g_tile, dq, ok_k, ok_v, ok_bias, sharp, down, right,
-               PLAIN_K: tl.constexpr, PLAIN_V: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """What one tile of keys adds to dq."""
-    k_tile = load(k_in, ok_k, PLAIN_K, KIND)
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    scores = biased(scores, bias_in, ok_bias, sharp, down, right)
-    v_tile = load(v_in, ok_v, PLAIN_V, KIND)
-    d_weight = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
-    d_scores = tl.where(scores > 0, d_weight, 0.0).to(KIND)
-    return tl.dot(d_scores, k_tile, dq, input_precision=PRECISION)
-
-
-@triton.jit
 def query_gradient_kernel(
     q, k, v, g, dq, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, period, heads, queries, keys, sharp, factor,
@@ -238,38 +247,12 @@ def query_gradient_kernel(
     bias_in = bias
     if bias is not None:
         bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m, period)
-    total = tl.zeros([M, DW], tl.float32)
-    if mask is None:
-        whole = keys // N * N
-        for _ in tl.range(0, whole, N):
-            total = query_step(
-                k_in, v_in, bias_in, q_tile, g_tile, total, channel, value, rows, sharp, bias_m, bias_n, D == DW,
-                VD == VW, KIND, PRECISION,
-            )  # fmt: skip
-            k_in += N * k_n
-            v_in += N * v_n
-            if bias is not None:
-                bias_in += N * bias_n
-        if whole < keys:
-            keep = whole + tl.arange(0, N) < keys
-            ok_k, ok_v, ok_bias = keep[:, None] & channel, keep[:, None] & value, rows & keep[None, :]
-            total = query_step(
-                k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, ok_v, ok_bias, sharp, bias_m, bias_n, False, False,
-                KIND, PRECISION,
-            )  # fmt: skip
-    else:
+    if mask is not None:
         mask += batch.to(tl.int64) * mask_b
-        for start in tl.range(0, keys, N):
-            keep = kept(mask, start, keys, mask_n, N)
-            ok_k, ok_v, ok_bias = keep[:, None] & channel, keep[:, None] & value, rows & keep[None, :]
-            total = query_step(
-                k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, ok_v, ok_bias, sharp, bias_m, bias_n, False, False,
-                KIND, PRECISION,
-            )  # fmt: skip
-            k_in += N * k_n
-            v_in += N * v_n
-            if bias is not None:
-                bias_in += N * bias_n
+    total = over_keys(
+        k_in, v_in, bias_in, q_tile, g_tile, tl.zeros([M, DW], tl.float32), mask, rows, channel, value, keys,
+        k_n, v_n, mask_n, sharp, bias_m, bias_n, D == DW, VD == VW, N, KIND, PRECISION,
+    )  # fmt: skip
     if inverse is not None:
         factor *= tl.load(inverse + batch)
     dq_at = rows_of(dq, batch, head, block * M, dq_b, dq_h, dq_n, 1, M, DW)

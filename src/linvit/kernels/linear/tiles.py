@@ -40,6 +40,16 @@ def spread(x, G: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def row_sums(f, ok, key_sum, count, constant, eps, CLAMP: tl.constexpr, CONSTANT: tl.constexpr, G: tl.constexpr):
+    """What the rows are divided by, (rows, G); one in rows that do not exist."""
+    total = head_sums(f * key_sum[None, :], G)
+    if CONSTANT:
+        total += constant * tl.max(count)
+    total = tl.maximum(total, eps) if CLAMP else total + eps
+    return tl.where(ok, total, 1.0)
+
+
+@triton.jit
 def feature_map(x, ok, eps, FEATURE: tl.constexpr, G: tl.constexpr):
     """phi(x) in float32; zero where `ok` is not."""
     W: tl.constexpr = x.shape[1] // G
@@ -207,3 +217,16 @@ def load_state(ptr, C: tl.constexpr, V: tl.constexpr):
     c, v = tl.arange(0, C), tl.arange(0, V)
     state = tl.load(ptr + c[:, None] * V + v[None, :])
     return state, tl.load(ptr + C * V + c), tl.load(ptr + C * V + C + v), tl.load(ptr + C * V + C + V + v)
+
+
+@triton.jit(do_not_specialize=["parts", "size"])
+def add_partials(partial, total, parts, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """total = the sum of `parts` buffers of `size` numbers, always in the same order, so that it never varies."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.arange(0, ROWS)
+    inside = at < size
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, parts, ROWS):
+        here = (first + row)[:, None]
+        sums += tl.load(partial + here.to(tl.int64) * size + at[None, :], mask=(here < parts) & inside, other=0.0)
+    tl.store(total + at, tl.sum(sums, 0), mask=inside)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linvit.kernels.linear_launch import Launch, empty_rows, processors
-from linvit.kernels.linear_plan import power_of_two
+from linvit.kernels.fused import Launch, Strides, launch_cache, power_of_two, processors, rows_like, signature_of
 
 MANY = 2048  # tokens from which the wider of two good blocks wins; below, less is lost at the ragged end
 WAVES = 4  # programs for each processor that are enough to keep it busy
@@ -27,7 +25,6 @@ class Tiles:
     stages: int
 
 
-@lru_cache(maxsize=4096)
 def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tiles:
     """The rule for block sizes; `few` is for calls whose larger blocks would not fill the chip, or lack registers.
 
@@ -49,18 +46,21 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
     return Tiles(64, 64, 4, 3)
 
 
-@lru_cache(maxsize=4096)
+@launch_cache
 def prepare(
-    which: str, q: torch.Size, v: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-    masked: bool, biased: torch.dtype | None, repeats: int = 1, share: int = 1,
+    which: str, signature: tuple[Any, ...], masked: bool, biased: torch.dtype | None, strides: Strides,
+    repeats: int = 1, share: int = 1,
 ) -> Launch:  # fmt: skip
-    """The launch of one kernel, "forward", "keys", "queries" or "bias", for these shapes and strides in the kernel's
-    order; `biased` is the bias's type, `repeats` how many images have the same one, of which a program of the last
-    kernel adds up `share`."""
+    """The launch of one kernel, "forward", "keys", "queries" or "bias"; `strides` are of its other tensors, in order.
+
+    `biased` is the bias's type, `repeats` how many images have the same one, of which a program of the last kernel adds
+    up `share`.
+    """
     import triton.language as tl
 
-    from linvit.kernels import relu_quadratic_triton as kernels
+    from linvit.kernels.relu_quadratic import kernels
 
+    q, _, v, q_strides, k_strides, v_strides, dtype, *_, device, _, _ = signature
     (batch, heads, queries, head_dim), (keys, value_dim) = q, v[2:]
     width, value_width = (max(16, power_of_two(n)) for n in (head_dim, value_dim))
     tokens = keys if which == "keys" else queries
@@ -96,7 +96,8 @@ def prepare(
     if which == "bias":
         programs = batch // repeats * -(-repeats // share) * heads * -(-queries // m) * -(-keys // n)
     grid = (programs, 1, 1)
-    return Launch(kernel, grid, (*strides, *numbers, *constants), num_warps=t.warps, num_stages=t.stages)
+    values = (*q_strides, *k_strides, *v_strides, *strides, *numbers, *constants)
+    return Launch(kernel, grid, values, num_warps=t.warps, num_stages=t.stages)
 
 
 def inverse_of(mask: Tensor | None) -> Tensor | None:
@@ -114,47 +115,41 @@ def extras(mask: Tensor | None, bias: Tensor | None) -> tuple[int, ...]:
     return *strides, *shared, len(bias)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, signature: tuple[Any, ...]
+) -> Tensor:
     """The output as a view of `(batch, queries, heads, value_dim)`, which is what the output projection reads."""
-    batch, heads, queries, _ = q.shape
-    out = empty_rows(batch, heads, queries, v.shape[3], v)
-    strides = q.stride() + k.stride() + v.stride() + out.stride()[:3] + extras(mask, bias)
-    kind = None if bias is None else bias.dtype
-    launch = prepare("forward", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, kind)
+    out = rows_like(v, q.shape[2])
+    kinds = (mask is not None, None if bias is None else bias.dtype)
+    launch = prepare("forward", signature, *kinds, out.stride()[:3] + extras(mask, bias))
     launch(q, k, v, out, mask, inverse_of(mask), bias)
     return out
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, mask: Tensor | None,
     bias: Tensor | None = None, wanted: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """Writes dq, dk and dv, whose last dimension is dense, and returns the bias's gradient where that is wanted."""
-    inputs = q.stride() + k.stride() + v.stride() + grad.stride()
-    inverse, kind = inverse_of(mask), None if bias is None else bias.dtype
-    strides = inputs + dk.stride()[:3] + dv.stride()[:3] + extras(mask, bias)
-    launch = prepare("keys", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, kind)
+    signature, inverse, others = signature_of(q, k, v), inverse_of(mask), extras(mask, bias)
+    kinds = (mask is not None, None if bias is None else bias.dtype)
+    launch = prepare("keys", signature, *kinds, grad.stride() + dk.stride()[:3] + dv.stride()[:3] + others)
     launch(q, k, v, grad, dk, dv, mask, inverse, bias)
-    strides = inputs + dq.stride()[:3] + extras(mask, bias)
-    launch = prepare("queries", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, kind)
+    launch = prepare("queries", signature, *kinds, grad.stride() + dq.stride()[:3] + others)
     launch(q, k, v, grad, dq, mask, inverse, bias)
-    return bias_gradient(grad, q, k, v, mask, bias) if bias is not None and wanted else None
-
-
-def share_of(images: int, tiles: int, processors: int) -> int:
-    """How many images a program adds up: the most that leaves programs enough. Each share takes memory for its sum."""
-    return -(-images // min(images, -(-WAVES * processors // tiles)))
-
-
-def bias_gradient(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor) -> Tensor:
-    """The gradient of a bias, of its own shape. Where images share it, programs add up some of them each, so that there
-    are programs enough, and the sums are added in the end."""
+    if bias is None or not wanted:
+        return None
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     repeats = batch // len(bias)
     share = share_of(repeats, len(bias) * heads * -(-queries // 64) * -(-keys // 32), processors(q.device))
-    strides = q.stride() + k.stride() + v.stride() + grad.stride() + extras(mask, bias)
-    launch = prepare("bias", q.shape, v.shape, strides, q.dtype, q.device, mask is not None, bias.dtype, repeats, share)
     shape = (len(bias), -(-repeats // share), heads, queries, keys)
     parts = torch.empty(shape, dtype=torch.float32, device=q.device)
-    launch(q, k, v, grad, bias, mask, inverse_of(mask), parts)
+    launch = prepare("bias", signature, *kinds, grad.stride() + others, repeats, share)
+    launch(q, k, v, grad, bias, mask, inverse, parts)
     return parts.sum(1).sum_to_size(bias.shape).to(bias.dtype)
+
+
+def share_of(images: int, tiles: int, processors: int) -> int:
+    """How many images that share a bias a program adds up: the most that leaves programs enough. Each share takes
+    memory for its sum, and the sums are added in the end."""
+    return -(-images // min(images, -(-WAVES * processors // tiles)))

@@ -1,4 +1,4 @@
-"""Triton code of Mobile-Attention's backward pass; the forward pass and the shared pieces are in mobile_triton.py.
+"""Triton code of Mobile-Attention's backward pass; the forward pass and the shared pieces are in forward.py.
 
 With y = phi(q) · state, out = γ · y and γ = σ(Ī) / denominator, the competition's gradient needs Σ_n w · dw, which is
 the product of the state and its gradient: no further pass over the tokens.
@@ -8,7 +8,7 @@ the product of the state and its gradient: no further pass over the tokens.
 import triton
 import triton.language as tl
 
-from linvit.kernels.mobile_triton import (
+from linvit.kernels.mobile.forward import (
     columns_of_state,
     flow_of,
     gate_of,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from linvit.kernels.linear_launch import rows_like
+from linvit.kernels.fused import rows_like
 
 ROWS, COLUMNS = 512, 1024  # of a tile of scores, at most
 TILE_NUMBERS = 2**18  # scores of heads that share a tile: 1 MiB of float32
@@ -101,7 +101,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor |
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, mask: Tensor | None,
     bias: Tensor | None = None, wanted: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """Writes dq, dk and dv, and returns the bias's gradient where that is wanted; images that share it are added up."""

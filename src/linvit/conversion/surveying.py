@@ -12,16 +12,17 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
 from torch import nn
 
-from linvit.conversion.convert import asks_of, convert, find_hosts, own_size
+from linvit.conversion.convert import convert, droppable, find_hosts, own_size
 from linvit.conversion.hosts import host_for
 from linvit.conversion.hosts.refused import REFUSED
+from linvit.conversion.plan import Choice, Plan
 from linvit.errors import LinvitError
 
 SIZES = (
@@ -42,16 +43,13 @@ BUILDS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Row:
+class FamilyResult:
     """One family: `status` is converted, partly or refused."""
 
     family: str
     example: str
     status: str
     reason: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def families() -> list[str]:
@@ -64,7 +62,7 @@ def speaks_of_attention(family: str) -> bool:
     return bool(re.search(r"Attention|Attn|XCA|GPSA|MLA|mqa_", inspect.getsource(sys.modules[f"timm.models.{family}"])))
 
 
-def survey(only: list[str] | None = None) -> Iterator[Row]:
+def survey(only: list[str] | None = None) -> Iterator[FamilyResult]:
     """A row for each family with attention over tokens; families that turn out to have none are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -109,28 +107,28 @@ def attends(module: nn.Module) -> bool:
     return bool(ATTENTION.search(name)) and not NOT_TOKENS.search(name) and any(True for _ in module.parameters())
 
 
-def examine(family: str, example: str) -> Row:
+def examine(family: str, example: str) -> FamilyResult:
     """Convert the example to SteLLA and run it; whatever goes wrong becomes the row's reason."""
     try:
-        model = build(example)
+        model = build_example(example)
         left = sorted({type(m).__name__ for m in attention_modules(model) if host_for(m) is None})
         why = "; ".join(f"{name}: {REFUSED.get(name, 'no host yet')}" for name in left)
         if not find_hosts(model):
-            return Row(family, example, "refused", why or "no attention over tokens")
+            return FamilyResult(family, example, "refused", why or "no attention over tokens")
         features = linearise(model)
         size = own_size(model)
         prove(model, size)
         second = prove_second(model, example, (size[0] + 64, size[1] + 32), size)
     except LinvitError as error:
-        return Row(family, example, "refused", str(error))
+        return FamilyResult(family, example, "refused", str(error))
     except Exception as error:
-        return Row(family, example, "refused", f"{type(error).__name__}: {error}".splitlines()[0])
+        return FamilyResult(family, example, "refused", f"{type(error).__name__}: {error}".splitlines()[0])
     given_up = f"gives up {', '.join(features)}" if features else ""
     notes = "; ".join(note for note in (why, given_up, second) if note)
-    return Row(family, example, "partly" if left else "converted", notes)
+    return FamilyResult(family, example, "partly" if left else "converted", notes)
 
 
-def build(example: str, **options: Any) -> nn.Module:
+def build_example(example: str, **options: Any) -> nn.Module:
     """The model, able to take other image sizes where timm offers that, and not larger than it needs to be."""
     for more in BUILDS:
         try:
@@ -148,8 +146,7 @@ def build(example: str, **options: Any) -> nn.Module:
 
 def linearise(model: nn.Module) -> list[str]:
     """Convert to SteLLA, giving up whatever it cannot honour; the features given up."""
-    asks = {ask.feature for _, module in find_hosts(model) for ask in asks_of(model, module)}
-    report = convert(model, "stella", drop=asks)
+    report = convert(model, Plan("stella", Choice("stella"), drop=tuple(sorted(droppable(model)))))
     return sorted({feature for layer in report.layers for feature in layer.dropped})
 
 
@@ -182,7 +179,7 @@ def prove_second(model: nn.Module, example: str, other: tuple[int, int], size: t
         pass
     for shape in (other, (size[0] + 64, size[0] + 64), (size[0] * 2, size[0] * 2)):
         try:
-            model = build(example, img_size=shape)
+            model = build_example(example, img_size=shape)
             linearise(model)
             prove(model, shape)
             return f"another size by img_size={shape[0] if shape[0] == shape[1] else shape}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import timm
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from linvit.conversion.hosts import HOSTS
-from linvit.conversion.survey import attention_modules, examine, families, finite, smallest, survey
+from linvit.conversion.surveying import attention_modules, examine, families, finite, smallest, survey
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_rows(family: str, status: str, reason: str) -> None:
     rows = list(survey([family]))
     assert [(row.family, row.status) for row in rows] == [(family, status)]
     assert reason in rows[0].reason
-    assert set(json.loads(json.dumps(rows[0].as_dict()))) == {"family", "example", "status", "reason"}
+    assert set(json.loads(json.dumps(asdict(rows[0])))) == {"family", "example", "status", "reason"}
 
 
 def test_families_without_attention_are_left_out() -> None:

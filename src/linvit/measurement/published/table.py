@@ -1,4 +1,4 @@
-"""A published row, and a table of them."""
+"""What a paper printed: a line, and a table of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Row:
+class Printed:
     """One line of a paper's table. Cells are the printed text, empty where the paper prints none.
 
     A printed cell must agree with our count unless `differs` names it; `note` says why, and anything else to know.
@@ -23,13 +23,17 @@ class Row:
     differs: tuple[str, ...] = ()  # of params and macs
     left_out: str = ""  # the paper counts parameters without these: mechanisms or batch_norm
     options: Mapping[str, Any] = field(default_factory=dict)  # for timm.create_model
-    input_size: tuple[int, int, int] = (3, 224, 224)
+    size: tuple[int, int, int] = (3, 224, 224)  # channels, height, width
 
 
 @dataclass(frozen=True)
 class Section:
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[Printed, ...]
+
+
+def section(title: str, *rows: Printed) -> Section:
+    return Section(title, rows)
 
 
 @dataclass(frozen=True)
@@ -41,5 +45,5 @@ class Table:
     tolerance: float = 0.01  # of MACs, relative; a count that rounds to the printed digits agrees as well
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Printed]:
         return [row for section in self.sections for row in section.rows]

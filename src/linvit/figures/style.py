@@ -1,0 +1,54 @@
+"""How every picture looks and where it may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linvit.errors import LinvitError, unknown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".pdf", ".png", ".svg")
+INK, BLUE, RED, GREY = "#1f2933", "#1f6fb4", "#c8503c", "#9aa5b1"
+STYLE = {
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.25,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "linvit",
+}
+
+
+def check_picture(path: Path) -> None:
+    """Raise unless `path` is a picture's name in a folder that exists. Asked before the work, so that nobody waits for
+    a file that cannot be saved."""
+    if path.suffix.lower() not in FORMATS:
+        raise unknown("picture format", path.suffix or path.name, FORMATS)
+    if not path.parent.is_dir():
+        raise LinvitError(f"no folder {path.parent} to put {path.name} in; make it first")
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure of so many inches to draw on, written to `path` in the end; the suffix names the format."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]  # its keys are a Literal of hundreds
+        figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
+        yield figure
+        figure.savefig(path)

@@ -1,0 +1,139 @@
+"""Fused ops as operators of PyTorch, `linvit::name` and `linvit::name_packed`, for compilers, exporters and counters.
+
+Arguments are q, k and v in any strides, or one packed `(batch, tokens, 3, heads, head_dim)` projection; then the mask,
+the op's learned tensor if it has one, and its options. Beside the output come the tensors that are saved for the
+backward, empty where that computes them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from linvit.errors import LinvitError
+from linvit.kernels.fused import FusedOp, no_kernels_on, rows_like, signature_of, unpack
+
+KINDS = {bool: "bool", int: "int", float: "float", str: "str"}  # of options, in a schema
+library = torch.library.Library("linvit", "FRAGMENT")
+
+
+def register(op: FusedOp) -> FusedOp:
+    """Make an op's operators, with their fake kernels, autograd and FLOP formulas."""
+    op.separate_op, op.packed_op = define(op, packed=False), define(op, packed=True)
+    return op
+
+
+def define(op: FusedOp, packed: bool) -> Any:
+    """Define the operator and its backward, from q, k and v or from a packed projection."""
+    name = f"{op.name}_packed" if packed else op.name
+    count, tensors = (1, "Tensor qkv") if packed else (3, "Tensor q, Tensor k, Tensor v")
+    kept, extras = len(op.saved), "Tensor? mask"
+    if op.learned:
+        extras += f", Tensor? {op.learned}"
+    options = "".join(f", {KINDS[kind]} {field}" for field, kind in get_type_hints(op.options).items())
+    saved = "".join(f"Tensor {tensor}, " for tensor in op.saved)
+    save, wanted = ", bool save" * op.lazy, ", bool wanted" * bool(op.learned)
+    library.define(f"{name}({tensors}, {extras}{options}{save}) -> {returns(1 + kept)}")
+    library.define(
+        f"{name}_backward(Tensor grad, {tensors}, {saved}{extras}{options}{wanted}) "
+        f"-> {returns(count + bool(op.learned))}"
+    )
+
+    def views(args: Any) -> Any:
+        return unpack(args[0]) if packed else args[:3]
+
+    def empty(args: Any) -> tuple[Any, Any]:
+        """The gradients of the tensors, and the same as dq, dk and dv."""
+        if packed:
+            d_qkv = torch.empty_like(args[0], memory_format=torch.contiguous_format)
+            return (d_qkv,), unpack(d_qkv)
+        rows = tuple(map(rows_like, args[:3]))
+        return rows, rows
+
+    def forward(*args: Any) -> Any:
+        q, k, v = views(args)
+        why = None if op.cpu else no_kernels_on(q.device)
+        if why is not None:
+            raise LinvitError(f"linvit::{name} cannot run here: {why}")
+        mask, learned, options, save = parse(op, args[count:])
+        found = op.forward(q, k, v, mask, learned, options, bool(save), signature_of(q, k, v))
+        return one_or_all(q.new_empty(0, dtype=torch.float32) if t is None else t for t in found)
+
+    def fake_forward(*args: Any) -> Any:
+        q, _, v = views(args)
+        _, _, options, save = parse(op, args[count:])
+        sizes = ((0,),) * kept if save is False else op.saved_sizes(q, v, options)
+        states = (q.new_empty(size, dtype=torch.float32) for size in sizes)
+        return one_or_all((rows_like(v, q.shape[2]), *states))
+
+    def backward(grad: Tensor, *args: Any) -> Any:
+        saved = [state if state.numel() else None for state in args[count : count + kept]]
+        mask, learned, options, wanted = parse(op, args[count + kept :])
+        found, parts = empty(args)
+        d_learned = op.backward(grad, *views(args), *parts, mask, learned, saved, options, bool(wanted))
+        if op.learned:
+            found += (grad.new_empty(0) if d_learned is None else d_learned,)
+        return one_or_all(found)
+
+    def fake_backward(grad: Tensor, *args: Any) -> Any:
+        _, learned, _, wanted = parse(op, args[count + kept :])
+        found, _ = empty(args)
+        if op.learned:
+            found += (learned.new_empty(learned.shape) if wanted else grad.new_empty(0),)
+        return one_or_all(found)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if op.lazy and not inputs[-1]:
+            raise LinvitError(f"call {name} with save=True where a gradient is needed")
+        states = output[1:] if kept else ()
+        last = count + (2 if op.learned else 1)
+        ctx.save_for_backward(*inputs[:count], *states, *inputs[count:last])
+        ctx.mark_non_differentiable(*states)
+        ctx.options = inputs[last : len(inputs) - op.lazy]
+
+    def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        wanted: tuple[bool, ...] = (ctx.needs_input_grad[count + 1],) if op.learned else ()
+        found = backward_op.default(grad, *ctx.saved_tensors, *ctx.options, *wanted)
+        found = found if isinstance(found, tuple) else (found,)
+        d_learned = (found[count] if wanted[0] else None,) if op.learned else ()
+        return *found[:count], None, *d_learned, *(None for _ in ctx.options), *((None,) * op.lazy)
+
+    def shapes(args: Any) -> tuple[Any, Any]:
+        if not packed:
+            return args[0], args[2]
+        batch, tokens, _, heads, dim = args[0]
+        return ((batch, heads, tokens, dim),) * 2
+
+    for which, run, fake in ((name, forward, fake_forward), (f"{name}_backward", backward, fake_backward)):
+        library.impl(which, run, "CUDA")
+        library.impl(which, run, "CPU")  # for Triton's interpreter, and for ops with `cpu`
+        torch.library.register_fake(f"linvit::{which}", fake, lib=library)
+    torch.library.register_autograd(f"linvit::{name}", differentiate, setup_context=setup, lib=library)
+    forward_op, backward_op = (getattr(torch.ops.linvit, which) for which in (name, f"{name}_backward"))
+    register_flop_formula(forward_op)(lambda *args, **_: op.flops(*shapes(args), parse(op, args[count:])[2]))
+    register_flop_formula(backward_op)(
+        lambda _, *args, **__: op.backward_flops(*shapes(args), parse(op, args[count + kept :])[2])
+    )
+    return forward_op.default
+
+
+def parse(op: FusedOp, rest: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+    """Mask, learned tensor and options of an operator's arguments, and the flag that may follow."""
+    mask, learned = rest[0], rest[1] if op.learned else None
+    first = 2 if op.learned else 1
+    last = first + len(op.options._fields)
+    return mask, learned, op.options(*rest[first:last]), rest[last] if len(rest) > last else None
+
+
+def returns(count: int) -> str:
+    """An operator's outputs in its schema."""
+    return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+
+
+def one_or_all(found: Any) -> Any:
+    """Outputs as an operator returns them."""
+    found = tuple(found)
+    return found if len(found) > 1 else found[0]
