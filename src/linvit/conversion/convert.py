@@ -82,7 +82,7 @@ def convert(
     pair = None if size is None else to_2tuple(size)
     steps, kept = find_steps(model, plan, named, size=pair, impl=impl, quiet=quiet)
     refuse_idle(model, plan, named, steps)
-    before = dict(model.named_parameters())
+    before, tensors = dict(model.named_parameters()), model.state_dict().keys()
     was = {name: current_mechanism(module) for name, module in hosts}
     install(model, steps)
     done = Conversion(plan, tuple(sorted(named)), pair, getattr(model, "linvit_source", None))
@@ -96,7 +96,7 @@ def convert(
             for i, (name, _) in enumerate(hosts)
         ),
         sum(p.numel() for n, p in after.items() if n not in before),
-        tuple(sorted(before.keys() - after.keys())),
+        tuple(sorted(tensors - model.state_dict().keys())),
         sum(p.numel() for n, p in before.items() if n not in after),
         measured,
     )

@@ -61,7 +61,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did, layer by layer. `removed` names the tensors that went with dropped features."""
+    """What a conversion did, layer by layer. `removed` names the tensors, weights and statistics, that went
+    with dropped features; `removed_parameters` counts the learned numbers in them."""
 
     plan: str
     layers: tuple[Layer, ...] = ()

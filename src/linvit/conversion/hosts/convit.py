@@ -64,5 +64,4 @@ class MHSAHost(PlainHost, MHSA):
 
     @property
     def token_grid(self) -> TokenGrid | None:
-        grid = super().token_grid
-        return None if grid is None else replace(grid, prefix=1)
+        return None if self.grids is None else self.grid(self, (), self.grids)
