@@ -150,7 +150,7 @@ class Launch:
 
 
 class FusedOp:
-    """A fused attention as PyTorch sees it: autograd, packed gradients, and the operator with its FLOP formulas.
+    """A fused attention: its kernels forward and backward, and what eager calls, autograd and operators need of them.
 
     `forward(q, k, v, mask, learned, options, save, signature)` returns the output, `rows_like` v at the queries, and
     what backward needs: float32 tensors named `saved`, whose sizes `saved_sizes(q, v, options)` tells, or None for one
@@ -233,7 +233,7 @@ class _Fused(torch.autograd.Function):
 
     A plain `backward()` gives it one packed gradient and the views none, which spares autograd to stack three. Where
     somebody looks at the views' gradients (`torch.autograd.grad`, `backward(inputs=…)`, hooks, `retain_grad`) they get
-    theirs, and the whole gets its own through them.
+    theirs, and the whole gets its own through them. Hooks on views that lie between these and the whole are not seen.
     """
 
     @staticmethod
