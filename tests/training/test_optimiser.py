@@ -12,11 +12,11 @@ import linvit
 from linvit.conversion.saving import note
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage, override
-from linvit.training.muon import Muon, matrices_in
-from linvit.training.optimiser import clip, make_optimiser, select_trainable
-from linvit.training.phases import check_muon
+from linvit.training.engine.phases import check_trainable
+from linvit.training.optimisation.muon import Muon, matrices_in
+from linvit.training.optimisation.optimiser import clip, make_optimiser, select_trainable
+from linvit.training.optimisation.schedule import Schedule, stage_schedule
 from linvit.training.recipes import recipe
-from linvit.training.schedule import Schedule, stage_schedule
 from tests.training.toys import engine, small_model
 
 
@@ -266,6 +266,6 @@ def test_muon_leaves_tables_alone() -> None:
 @pytest.mark.parametrize("which", ["attention", "nothing_here", "bias"])
 def test_muon_without_a_matrix_is_a_mistake(which: str) -> None:
     with pytest.raises(LinvitError, match=f"muon={which}: no matrix of the model is called so"):
-        check_muon(small_model(), Config(optimiser="muon", muon=which))
-    check_muon(small_model(), Config(muon=which))
-    check_muon(small_model("stella"), Config(optimiser="muon", muon="attention"))
+        check_trainable(small_model(), Config(optimiser="muon", muon=which))
+    check_trainable(small_model(), Config(muon=which))
+    check_trainable(small_model("stella"), Config(optimiser="muon", muon="attention"))

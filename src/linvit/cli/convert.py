@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -14,7 +13,7 @@ import typer
 
 from linvit.cli.arguments import image_size, numbers, pairs
 from linvit.cli.output import Json, console, print_json, progress, table
-from linvit.errors import LinvitError, NotHonoured, unknown_model
+from linvit.errors import LinvitError, NotHonoured
 from linvit.figures.files import check_picture
 
 if TYPE_CHECKING:
@@ -69,6 +68,7 @@ def convert(
     assert output is not None
     import linvit
     from linvit.conversion import as_plan
+    from linvit.conversion.opening import open_model
 
     if output.is_file():
         raise LinvitError(f"{output} is a file: give a folder")
@@ -88,9 +88,8 @@ def convert(
     features(drop)  # a wrong name is told before any weights are fetched
     size = image_size(input_size) if input_size else None
     args = pairs(model_arg, "--model-arg")
-    built = build(model, pretrained and checkpoint is None, args, instead="--checkpoint FILE or --no-pretrained")
-    if checkpoint is not None:
-        linvit.load_weights(built, checkpoint)
+    instead = "--checkpoint FILE or --no-pretrained"
+    built = open_model(model, pretrained=pretrained, args=args, checkpoint=checkpoint, instead=instead)
     resize(built, size, patch_size, window_size)
     with dropping(drop) as given_up:
         if calibrate is not None:
@@ -161,35 +160,6 @@ def dropping(drop: str) -> Iterator[list[str]]:
     except NotHonoured as lacking:
         together = ",".join([*given_up, *lacking.features])
         raise LinvitError(f"{lacking.reason}: --drop {together} gives up what it cannot") from None
-
-
-def build(name: str, pretrained: bool, args: dict[str, Any], instead: str = "--no-pretrained") -> nn.Module:
-    """The model with its weights: from a folder of ours, or from timm. `instead` are the options that spare timm's."""
-    import timm
-
-    import linvit
-
-    if Path(name).is_dir():
-        if args:
-            raise LinvitError(f"{name} is a saved model, which is built as it was: leave out --model-arg")
-        return linvit.load(name)
-    if not timm.is_model(name):
-        raise unknown_model("model", name, timm.list_models())
-    if pretrained:
-        from huggingface_hub.utils import logging
-
-        logging.set_verbosity_error()  # it tells of every retry; one line comes at the end
-        if sys.stderr.isatty():
-            print(f"fetching the weights of {name}", file=sys.stderr)
-    try:
-        return timm.create_model(name, pretrained=pretrained, **args)
-    except LinvitError:
-        raise
-    except Exception as error:  # whatever the hub, the network or the model's constructor makes of it
-        if not pretrained:
-            raise LinvitError(f"{name} cannot be built with {args}: {error}") from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
-        raise LinvitError(f"cannot get the pretrained weights of {name} ({reason}); give {instead}") from error
 
 
 def resize(model: nn.Module, size: tuple[int, int] | None, patch: int | None, window: int | None) -> None:

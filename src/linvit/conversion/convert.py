@@ -205,8 +205,11 @@ def install(
 
 
 def remember(model: nn.Module, plan: Plan, drop: set[str], input_size: tuple[int, int] | None) -> None:
-    """Note the conversion on the model; `linvit.save` writes it into the config."""
+    """Note the conversion on the model, and where its weights came from if that is known; `linvit.save` writes it into
+    the config."""
     done = {"plan": plan, "drop": sorted(drop), "input_size": input_size}
+    if hasattr(model, "linvit_source"):
+        done["source"] = model.linvit_source
     model.linvit_conversions = [*getattr(model, "linvit_conversions", []), done]  # type: ignore[assignment]
 
 

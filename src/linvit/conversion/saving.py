@@ -88,6 +88,7 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module
         tensor.data = tensor.data.to(state[key].dtype)
     model.load_state_dict(state)
     model.linvit_origin = {"name": config["model"], "args": config["args"]}  # type: ignore[assignment]
+    model.linvit_source = {"folder": str(folder.resolve())}  # type: ignore[assignment]
     model.linvit_conversions = [  # type: ignore[assignment]
         {**done, "plan": Plan.from_dict(done.get("plan"))} for done in config["conversions"]
     ]

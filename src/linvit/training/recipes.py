@@ -308,3 +308,8 @@ def recipe(name: str, model: str = "") -> Config:
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)
     return RECIPES[name](model)
+
+
+def list_recipes() -> list[str]:
+    """The names of the recipes."""
+    return list(RECIPES)

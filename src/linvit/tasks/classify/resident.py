@@ -28,7 +28,7 @@ from linvit.tasks.classify.augmenting import Augmenter, Draws, check_batch, norm
 from linvit.tasks.classify.data import Images, Stream
 from linvit.tasks.classify.order import Order
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
-from linvit.training.capture import Replayed
+from linvit.training.engine.capture import Replayed
 
 ROOM = 0.6  # share of the device's free memory that a set may take; the model needs some as well
 Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]

@@ -14,7 +14,7 @@ from linvit.conversion.host import Host
 from linvit.conversion.rebuilding import hugging
 from linvit.errors import LinvitError
 from linvit.training.config import Config
-from linvit.training.muon import Muon, matrices_in
+from linvit.training.optimisation.muon import Muon, matrices_in
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 TABLES = ("cls_token", "distillation_token", "mask_token", "position_embeddings")  # where a model does not say it
@@ -60,7 +60,7 @@ def excluded(name: str, own: Iterable[str]) -> bool:
 
 
 def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was no number. A
+    """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was not finite. A
     group learns at `times` the rate."""
     own = (*(model.no_weight_decay() if hasattr(model, "no_weight_decay") else TABLES), "table")  # type: ignore[operator]
     norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}

@@ -11,101 +11,24 @@ teacher's by the linear map that fits this batch best: there is nothing to train
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.conversion import load
-from linvit.conversion.saving import label_names
-from linvit.errors import LinvitError, unknown, unknown_model
-from linvit.training.losses import Supervised, accuracy, logits_of
-from linvit.training.taps import Taps
+from linvit.errors import LinvitError, unknown
+from linvit.training.contract import Batch, Objective
+from linvit.training.objectives.activations import Activations
+from linvit.training.objectives.supervised import Supervised, accuracy, logits_of
+from linvit.training.objectives.teacher import Teacher, check_logits, check_teacher
 
 KINDS = ("soft", "hard", "token")
 RIDGE = 1e-4
 
 
-class Teacher:
-    """A model that is asked and never changed. It runs in its parameters' own precision, or in `precision` by autocast,
-    which saves time where the student trains in half precision anyway. Images come normalised for the `student`; where
-    the teacher knows other colour statistics, they are changed to those."""
-
-    def __init__(
-        self, model: nn.Module, *, student: nn.Module | None = None, precision: torch.dtype | None = None
-    ) -> None:
-        self.model = model.eval().requires_grad_(False)
-        self.precision = precision
-        first = next(model.parameters())
-        self.dtype = first.dtype
-        self.colours = None if student is None else other_colours(student, model)
-        if self.colours is not None:
-            self.colours = tuple(value.to(first.device) for value in self.colours)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """The logits."""
-        if self.colours is not None:
-            scale, shift = self.colours
-            images = images * scale.to(images.dtype) + shift.to(images.dtype)
-        with torch.no_grad(), self.arithmetic(images):
-            return logits_of(self.model(images.to(self.dtype))).float()
-
-    def arithmetic(self, like: Tensor) -> AbstractContextManager[Any]:
-        lowered = self.precision is not None and self.precision != self.dtype
-        return torch.autocast(like.device.type, dtype=self.precision if lowered else None, enabled=lowered)
-
-
-def other_colours(student: nn.Module, teacher: nn.Module) -> tuple[Tensor, ...] | None:
-    """What takes images from the student's colour statistics to the teacher's, a factor and a summand for each channel;
-    none where they are the same, as far as timm knows."""
-    first = next((module for module in student.modules() if isinstance(module, nn.Conv2d)), None)
-    pairs = []
-    for known in (timm.data.resolve_model_data_config(model) for model in (student, teacher)):
-        colours = torch.tensor([known["mean"], known["std"]])
-        channels = first.in_channels if first is not None else colours.shape[1]
-        pairs.append(colours if channels == colours.shape[1] else colours.mean(1, keepdim=True).expand(-1, channels))
-    if torch.equal(*pairs):
-        return None
-    (our_mean, our_std), (their_mean, their_std) = pairs
-    scale, shift = our_std / their_std, (our_mean - their_mean) / their_std
-    return tuple(value.view(-1, 1, 1) for value in (scale, shift))
-
-
-def open_teacher(source: str | Path, *, pretrained: bool = True, **options: Any) -> nn.Module:
-    """A teacher by name: a folder that `linvit.save` wrote, or a timm model, pretrained."""
-    if Path(source).is_dir():
-        return load(source)
-    if not timm.is_model(str(source).removeprefix("hf-hub:").split(".")[0]) and ":" not in str(source):
-        raise unknown_model("teacher", str(source), timm.list_models())
-    from huggingface_hub.utils import logging
-
-    logging.set_verbosity_error()  # it tells of every retry; one line comes at the end
-    try:
-        return timm.create_model(str(source), pretrained=pretrained, **options)
-    except (OSError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
-        raise LinvitError(f"teacher {source} cannot be loaded ({reason}): give the folder of a saved one") from None
-
-
-def check_teacher(teacher: nn.Module, student: nn.Module) -> None:
-    """Whether both speak of the same classes, as far as they say how many and which."""
-    theirs, ours = (getattr(model, "num_classes", None) for model in (teacher, student))
-    if theirs and ours and theirs != ours:
-        raise LinvitError(f"the teacher has {theirs} classes, the student {ours}: choose a teacher of the same classes")
-    for place, names in enumerate(zip(label_names(teacher), label_names(student), strict=False)):
-        if len({*names}) > 1 and all(names):
-            raise LinvitError(
-                f"output {place} is {names[0]} to the teacher and {names[1]} to the student: "
-                "choose a teacher that was trained on the same classes"
-            )
-
-
-class Distillation:
-    """The objective. `weight` is the teacher's share of the loss, the rest is the labels'. `features` names modules,
+class Distillation(Objective):
+    """The objective, of images and targets. `weight` is the teacher's share of the loss, the rest is the labels'. `features` names modules,
     the same in both models or the student's with the teacher's, and is added with `feature_weight`. Without labels, not
     `labelled`, the teacher's share is all there is."""
 
@@ -132,26 +55,27 @@ class Distillation:
             if distilled is None:
                 raise LinvitError(f"token distillation needs a distilled model: {type(student).__name__} has one head")
             distilled(True)
-        self.teacher, self.kind, self.weight, self.temperature = teacher, kind, weight, temperature
+        self.teacher: Teacher = teacher
+        self.kind, self.weight, self.temperature = kind, weight, temperature
         self.supervised, self.labelled = supervised or Supervised(), labelled
         pairs = dict(features) if isinstance(features, Mapping) else {name: name for name in features}
         self.pairs, self.feature_weight, self.distance = pairs, feature_weight, Distance()
-        self.ours, self.theirs = Taps(student, pairs), Taps(teacher.model, set(pairs.values()))
+        self.ours = Activations(student, outputs=pairs)
+        self.theirs = Activations(teacher.model, outputs=set(pairs.values()))
 
-    def rest(self) -> None:
-        """Listen to neither model any more, whatever happened."""
+    def reset(self) -> None:
         self.ours.take()
         self.theirs.take()
 
     def close(self) -> None:
-        """Take the hooks off both models."""
         self.ours.close()
         self.theirs.close()
 
-    def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        self.theirs.listen()
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        images, targets = batch
+        self.theirs.record()
         wanted = self.teacher(images)
-        self.ours.listen()
+        self.ours.record()
         output = model(images)
         seen, shown = self.ours.take()[1], self.theirs.take()[1]
         logits, heard = self.heads(output)
@@ -185,13 +109,6 @@ class Distillation:
         if self.kind == "soft":
             return divergence(heard, wanted, self.temperature)
         return F.cross_entropy(heard.float(), wanted.argmax(-1))
-
-
-def check_logits(heard: Tensor, wanted: Tensor) -> None:
-    """The number of classes again, where the models did not say it."""
-    if heard.shape[-1] != wanted.shape[-1]:
-        classes = f"{wanted.shape[-1]} classes, the student {heard.shape[-1]}"
-        raise LinvitError(f"the teacher has {classes}: choose a teacher of the same classes")
 
 
 def divergence(heard: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:

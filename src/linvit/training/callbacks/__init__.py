@@ -1,0 +1,1 @@
+"""What only some recipes need: the moving average, MESA, Castling's masks, drop path, BatchNorm, image sizes."""
