@@ -16,12 +16,17 @@ from torch.nn import functional as F
 
 import linvit
 from linvit.errors import LinvitError
-from linvit.training.config import Stage
+from linvit.training.config import Config, Stage
+from linvit.training.contract import Objective, Task
+from linvit.training.engine.diagnosis import find_bad_layer
+from linvit.training.engine.loop import Engine, Output
+from linvit.training.engine.phases import Phase
 from linvit.training.logs import Log, read_log
 from linvit.training.objectives.alignment import AttentionAlignment
 from linvit.training.objectives.teacher import Teacher
 from linvit.training.optimisation.optimiser import make_optimiser
-from tests.training.toys import Plain, accuracy, cross_entropy, same, small_model, train, weights
+from linvit.training.processes import make_processes
+from tests.training.toys import PLAIN, Plain, ToySource, accuracy, cross_entropy, same, small_model, train, weights
 
 
 def test_a_run_learns_and_leaves_its_models(tmp_path: Path) -> None:
@@ -201,6 +206,53 @@ def test_a_stage_that_trains_what_its_loss_does_not_see() -> None:
 
     with pytest.raises(LinvitError, match="nothing that this stage trains takes part in its loss"):
         train(objective=blind)
+
+
+class Boxes(ToySource):
+    """Batches as detection has them: a dict with images, and boxes inside."""
+
+    def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Any:
+        for images, targets in super().epoch(epoch, skip):
+            yield {"image": images, "target": [{"boxes": 3.0 * F.one_hot(targets, 4)}]}
+
+
+class Detection(Task):
+    """The best weights have the lowest error; boxes grow with the images."""
+
+    best, larger_is_better = "error", False
+
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        source = ToySource()
+        return {"error": (model(source.pictures).argmax(-1) != source.labels).float().mean().item(), "other": 1.0}
+
+    def resize(self, batch: Any, size: int) -> Any:
+        factor = size / batch["image"].shape[-1]
+        made = super().resize(batch, size)
+        return {**made, "target": [{"boxes": one["boxes"] * factor} for one in made["target"]]}
+
+
+class BoxError(Objective):
+    def __init__(self) -> None:
+        self.seen: set[tuple[int, float]] = set()
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        boxes = batch["target"][0]["boxes"]
+        self.seen.add((batch["image"].shape[-1], float(boxes.max())))
+        return {"loss": F.mse_loss(model(batch["image"]), boxes)}
+
+
+def test_a_batch_is_any_tree_and_the_task_says_what_is_best(tmp_path: Path) -> None:
+    config = Config(**{**PLAIN, "epochs": 4, "random_sizes": (8, 16), "bn_images": 16, "ema": 0.5, "log_steps": 1})
+    model = small_model("qt", dynamic_img_size=True)
+    objective = BoxError()
+    phases = [Phase(stage, objective) for stage in config.plan_of_stages()]
+    processes, output = make_processes(config, "cpu"), Output(tmp_path)
+    outcome = Engine(processes, model, config, Boxes(), phases, task=Detection(), output=output).run()
+    assert objective.seen == {(8, 3.0), (16, 6.0)}
+    errors = [record["error"] for record in read_log(tmp_path) if record["kind"] == "eval"]
+    assert outcome.best["error"] == min(errors) < max(errors)
+    poisoned = {"image": torch.full((2, 3, 8, 8), torch.inf), "target": [{"boxes": torch.zeros(2, 4)}]}
+    assert find_bad_layer(model, objective, poisoned) == "the batch itself"
 
 
 def test_finished_stages_leave_no_optimiser(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,8 @@ import linvit
 from linvit.conversion.saving import note
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage, override
-from linvit.training.engine.phases import check_trainable
 from linvit.training.optimisation.muon import Muon, matrices_in
-from linvit.training.optimisation.optimiser import clip, make_optimiser, select_trainable
+from linvit.training.optimisation.optimiser import check_trainable, clip, make_optimiser, select_trainable
 from linvit.training.optimisation.schedule import Schedule, stage_schedule
 from linvit.training.recipes import recipe
 from tests.training.toys import engine, small_model
@@ -124,7 +123,7 @@ def test_rates_of_matrices_and_of_what_conversion_added(optimiser: str) -> None:
     made = engine(model, optimiser=optimiser, **settings)
     made.run()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    rates = {names[id(p)]: group["lr"] for group in made.optimiser.param_groups for p in group["params"]}
+    rates = {names[id(p)]: group["lr"] for group in made.stepper.optimiser.param_groups for p in group["params"]}
     assert len(rates) == len(names) and rates["head.weight"] == rates["blocks.0.norm1.bias"] == 1e-3
     assert rates["blocks.0.mlp.fc1.weight"] == (4e-3 if optimiser == "muon" else 1e-3)
     added = [rate for name, rate in rates.items() if ".mechanism." in name]

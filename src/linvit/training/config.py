@@ -269,7 +269,7 @@ def override(config: Config, settings: Iterable[str]) -> Config:
 
 def read(owner: type[Config] | type[Stage], name: str, text: str) -> Any:
     """A field's value from text."""
-    kinds = codec.hints(owner)
+    kinds = codec.hints(owner)  # type: ignore[arg-type]
     if name not in kinds:
         raise unknown("setting", name, kinds)
     return codec.parse(text, kinds[name], name)

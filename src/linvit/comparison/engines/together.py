@@ -1,4 +1,4 @@
-"""The engine where `accelerate launch` or `torchrun` started several processes: each run is done by all of them.
+"""The engine where `torchrun` started several processes: each run is done by all of them.
 
 For runs that are too large for one GPU. The first process claims, writes and says what comes next. Speeds are not
 timed: a plain `linvit compare` on the same store does that.

@@ -25,12 +25,12 @@ from linvit.training.callbacks.drop_path import set_drop_path
 from linvit.training.checkpoints.files import checksum
 from linvit.training.config import Config
 from linvit.training.contract import BatchSource, Task
-from linvit.training.engine.compilation import compiles
 from linvit.training.engine.determinism import repeatable
 from linvit.training.engine.loop import Engine, Outcome, Output
-from linvit.training.engine.phases import Phase, check_trainable
+from linvit.training.engine.phases import Phase, compiles
 from linvit.training.objectives.stages import make_phases
 from linvit.training.objectives.teacher import Teacher
+from linvit.training.optimisation.optimiser import check_trainable
 from linvit.training.processes import LOWERED, Processes, make_processes
 
 LOADERS = ("auto", "resident", "streamed")

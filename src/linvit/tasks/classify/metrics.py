@@ -41,7 +41,7 @@ class Evaluation:
 
     @property
     def broken(self) -> int:
-        """How many images the model had no numbers for."""
+        """For how many images the outputs were NaN or infinite."""
         return int((self.chosen < 0).sum())
 
     @property
@@ -131,7 +131,7 @@ def judge(logits: Tensor, labels: Tensor, wanted: Tensor | None) -> Tensor:
     """A row for each image: label, choice, whether among the first five, cross entropy, the teacher's choice, KL to
     it."""
     five = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
-    five = torch.where(logits.isfinite().all(-1, keepdim=True), five, -1)  # no numbers choose nothing
+    five = torch.where(logits.isfinite().all(-1, keepdim=True), five, -1)  # NaN chooses nothing
     missed = F.cross_entropy(logits, labels, reduction="none")
     columns = [labels, five[:, 0], (five == labels[:, None]).any(-1), missed]
     if wanted is not None:

@@ -83,7 +83,7 @@ def train(
     processes = make_processes(config, device)
     note = Notes(processes, watch)
     opened = open_data(data, root=root, unlabelled=True) if isinstance(data, str | Path) else data
-    sets = Sets(*opened, loader=loader, workers=workers, progress=progress)
+    sets = Sets(opened[0], opened[1], loader, workers, progress)
     config = without_labels(config, sets.train, settings, note)
     if teacher is not None and not config.needs_teacher:
         hint = "set distillation=soft, or leave --teacher out"

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from linvit.errors import LinvitError
+from linvit.training.callbacks import make_callbacks
 from linvit.training.callbacks.callback import Callback, Position
-from linvit.training.callbacks.making import make_callbacks
 from linvit.training.checkpoints.run_state import Restored, RunState, all_finite, restore_optimiser
 from linvit.training.config import Config
 from linvit.training.contract import Batch, BatchSource, Objective, Task

@@ -20,9 +20,9 @@ from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Batch
 from linvit.training.engine.capture import Capture, captures
-from linvit.training.engine.compilation import Step
 from linvit.training.engine.determinism import strictly, undetermined
 from linvit.training.engine.meters import Meters
+from linvit.training.engine.phases import Step
 from linvit.training.optimisation.optimiser import clip, make_optimiser, select_trainable
 from linvit.training.processes import Processes
 

@@ -25,8 +25,8 @@ from linvit.conversion.host import Host
 from linvit.errors import LinvitError, unknown
 from linvit.training.config import INPUTS
 from linvit.training.contract import Batch, Objective, blocks_around_hosts, images_of
-from linvit.training.objectives.activations import Activations, Call, detached, first_tensor, map_tensors
-from linvit.training.objectives.distillation import Distance, divergence
+from linvit.training.objectives.activations import Activations, Call, first_tensor, map_tensors
+from linvit.training.objectives.distillation import Compared, Distance, divergence
 from linvit.training.objectives.supervised import logits_of
 from linvit.training.objectives.teacher import Teacher, check_teacher
 
@@ -93,11 +93,13 @@ class Layers:
 class AttentionAlignment(Objective):
     """The objective. It holds the student's layers, so it is made for one student; gradients reach these alone."""
 
+    teacher: Teacher
+    distance: Distance
+
     def __init__(self, teacher: Teacher, student: nn.Module, *, inputs: str = "teacher") -> None:
         if inputs not in INPUTS:
             raise unknown("kind of inputs", inputs, INPUTS)
-        self.teacher: Teacher = teacher
-        self.inputs, self.distance = inputs, Distance()
+        self.teacher, self.inputs, self.distance = teacher, inputs, Distance()
         self.names = hosts_to_align(teacher.model, student)
         self.originals, self.layers = Layers(teacher.model, self.names), Layers(student, self.names)
         source = teacher.model if inputs == "teacher" else student
@@ -140,36 +142,20 @@ class AttentionAlignment(Objective):
         return self.originals.call(name, (args, named), images)
 
 
-class FeatureAlignment(Objective):
+class FeatureAlignment(Compared):
     """The objective: the outputs of the blocks around the attention layers, and with a weight the logits, as KL
     divergence."""
 
     def __init__(self, teacher: Teacher, student: nn.Module, *, logits: float = 0.0, temperature: float = 1.0) -> None:
-        self.teacher: Teacher = teacher
         self.logits, self.temperature = logits, temperature
-        self.distance = Distance()
         if logits:
             check_teacher(teacher.model, student)
         hosts_to_align(teacher.model, student)
-        self.names = blocks_around_hosts(student)
-        self.ours, self.theirs = (Activations(each, outputs=self.names) for each in (student, teacher.model))
-
-    def reset(self) -> None:
-        self.ours.take()
-        self.theirs.take()
-
-    def close(self) -> None:
-        self.ours.close()
-        self.theirs.close()
+        super().__init__(teacher, student, {name: name for name in blocks_around_hosts(student)})
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        images = images_of(batch)[0]
-        self.theirs.record()
-        wanted = self.teacher(images)
-        self.ours.record()
-        output = model(images)
-        seen, shown = self.ours.take()[1], self.theirs.take()[1]
-        errors = torch.stack([self.distance(seen[name], detached(shown[name])) for name in self.names])
+        output, wanted, errors = self.ask(model, images_of(batch)[0])
+        assert errors is not None
         loss, entries = errors.mean(), {"worst": errors.max().detach(), "features": errors.mean().detach()}
         if self.logits:
             apart = divergence(logits_of(output), wanted, self.temperature)

@@ -27,10 +27,49 @@ KINDS = ("soft", "hard", "token")
 RIDGE = 1e-4
 
 
-class Distillation(Objective):
-    """The objective, of images and targets. `weight` is the teacher's share of the loss, the rest is the labels'. `features` names modules,
-    the same in both models or the student's with the teacher's, and is added with `feature_weight`. Without labels, not
-    `labelled`, the teacher's share is all there is."""
+class Distance(nn.Module):
+    """`feature_error` as a module: a step that is compiled block by block has it compiled too, for it reads the whole
+    stream several times over."""
+
+    def forward(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        return feature_error(ours, theirs)
+
+
+class Compared(Objective):
+    """An objective that asks a teacher, and compares what modules of both models give, the student's with the
+    teacher's by name."""
+
+    teacher: Teacher
+    distance: Distance
+
+    def __init__(self, teacher: Teacher, student: nn.Module, pairs: Mapping[str, str]) -> None:
+        self.teacher, self.distance, self.pairs = teacher, Distance(), pairs
+        self.ours = Activations(student, outputs=pairs)
+        self.theirs = Activations(teacher.model, outputs=set(pairs.values()))
+
+    def reset(self) -> None:
+        self.ours.take()
+        self.theirs.take()
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+
+    def ask(self, model: nn.Module, images: Tensor) -> tuple[Any, Tensor, Tensor | None]:
+        """The model's output, the teacher's logits, and how far each pair is apart."""
+        self.theirs.record()
+        wanted = self.teacher(images)
+        self.ours.record()
+        output = model(images)
+        seen, shown = self.ours.take()[1], self.theirs.take()[1]
+        errors = [self.distance(seen[ours], shown[theirs]) for ours, theirs in self.pairs.items()]
+        return output, wanted, torch.stack(errors) if errors else None
+
+
+class Distillation(Compared):
+    """The objective, of images and targets. `weight` is the teacher's share of the loss, the rest is the labels'.
+    `features` names modules, the same in both models or the student's with the teacher's, and is added with
+    `feature_weight`. Without labels, not `labelled`, the teacher's share is all there is."""
 
     def __init__(
         self,
@@ -55,29 +94,15 @@ class Distillation(Objective):
             if distilled is None:
                 raise LinvitError(f"token distillation needs a distilled model: {type(student).__name__} has one head")
             distilled(True)
-        self.teacher: Teacher = teacher
+        named = features if isinstance(features, Mapping) else {name: name for name in features}
+        super().__init__(teacher, student, named)
         self.kind, self.weight, self.temperature = kind, weight, temperature
         self.supervised, self.labelled = supervised or Supervised(), labelled
-        pairs = dict(features) if isinstance(features, Mapping) else {name: name for name in features}
-        self.pairs, self.feature_weight, self.distance = pairs, feature_weight, Distance()
-        self.ours = Activations(student, outputs=pairs)
-        self.theirs = Activations(teacher.model, outputs=set(pairs.values()))
-
-    def reset(self) -> None:
-        self.ours.take()
-        self.theirs.take()
-
-    def close(self) -> None:
-        self.ours.close()
-        self.theirs.close()
+        self.feature_weight = feature_weight
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         images, targets = batch
-        self.theirs.record()
-        wanted = self.teacher(images)
-        self.ours.record()
-        output = model(images)
-        seen, shown = self.ours.take()[1], self.theirs.take()[1]
+        output, wanted, errors = self.ask(model, images)
         logits, heard = self.heads(output)
         check_logits(heard, wanted)
         labels = self.supervised.measure(logits, targets) if self.labelled else None
@@ -90,10 +115,9 @@ class Distillation(Objective):
             entries = {"accuracy": accuracy(logits, targets), "labels": labels.detach(), **entries}
         else:
             loss, entries["agreement"] = taught, accuracy(heard, wanted.argmax(-1))
-        if self.pairs:
-            errors = [self.distance(seen[ours], shown[theirs]) for ours, theirs in self.pairs.items()]
-            entries["features"] = torch.stack(errors).mean().detach()
-            loss = loss + self.feature_weight * torch.stack(errors).mean()
+        if errors is not None:
+            entries["features"] = errors.mean().detach()
+            loss = loss + self.feature_weight * errors.mean()
         return {"loss": loss, **entries}
 
     def heads(self, output: Any) -> tuple[Tensor, Tensor]:
@@ -137,14 +161,6 @@ def feature_error(ours: Tensor, theirs: Tensor) -> Tensor:
     if ours.shape[-1] != theirs.shape[-1]:
         ours = ours.float() @ best_map(ours.detach().flatten(0, -2).float(), theirs.flatten(0, -2).float())
     return relative_error(ours, theirs)
-
-
-class Distance(nn.Module):
-    """`feature_error` as a module: a step that is compiled block by block has it compiled too, for it reads the whole
-    stream several times over."""
-
-    def forward(self, ours: Tensor, theirs: Tensor) -> Tensor:
-        return feature_error(ours, theirs)
 
 
 def best_map(ours: Tensor, theirs: Tensor) -> Tensor:

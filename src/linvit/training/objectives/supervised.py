@@ -20,7 +20,8 @@ LOSSES = ("cross_entropy", "bce")
 
 
 class Supervised(Objective):
-    """The objective of plain training. A batch is images and targets, which are labels `(batch,)` or shares of classes `(batch, classes)`.
+    """The objective of plain training. A batch is images and targets: labels `(batch,)` or shares of classes `(batch,
+    classes)`.
 
     `threshold` is for bce: targets above it count as one, the rest as zero.
     """

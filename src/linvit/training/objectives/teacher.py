@@ -61,9 +61,10 @@ def other_colours(student: nn.Module, teacher: nn.Module) -> tuple[Tensor, ...] 
     return tuple(value.view(-1, 1, 1) for value in (scale, shift))
 
 
-def open_teacher(source: str | Path) -> nn.Module:
+def open_teacher(source: str | Path, *, pretrained: bool = True, **args: Any) -> nn.Module:
     """A teacher by name: a folder that `linvit.save` wrote, or a timm model, pretrained."""
-    return open_model(str(source), what="teacher", instead="the folder of a saved one")
+    instead = "the folder of a saved one"
+    return open_model(str(source), pretrained=pretrained, args=args, what="teacher", instead=instead)
 
 
 def check_teacher(teacher: nn.Module, student: nn.Module) -> None:

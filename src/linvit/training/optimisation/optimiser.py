@@ -44,6 +44,22 @@ def named_by(model: nn.Module, which: str) -> set[int]:
     return {id(parameter) for name, parameter in model.named_parameters() if pattern.search(name)}
 
 
+def check_trainable(model: nn.Module, config: Config) -> None:
+    """Whether each stage has something to learn, and Muon a matrix to move: better known now than when it begins."""
+    for stage in config.plan_of_stages():
+        if named_by(model, stage.trainable):
+            continue
+        if stage.trainable in ("attention", "mechanism") and not any(isinstance(m, Host) for m in model.modules()):
+            raise LinvitError(f"stage {stage.name} trains converted layers, and the model has none: give --plan")
+        raise LinvitError(
+            f"stage {stage.name}: no parameter of the model is '{stage.trainable}', so nothing would learn: "
+            f"set stages.{stage.name}.trainable to what there is, or to all"
+        )
+    meant = named_by(model, config.muon) if config.optimiser == "muon" else None
+    if meant is not None and not any(id(p) in meant and p.ndim == 2 for p in model.parameters()):
+        raise LinvitError(f"muon={config.muon}: no matrix of the model is called so: set muon=all, or optimiser=adamw")
+
+
 def decays(name: str, parameter: Tensor, rule: str, own: Iterable[str], norms: Container[int] = ()) -> bool:
     """Whether a parameter has weight decay. `own` are names that the model itself excludes, `norms` the ids of what
     belongs to its norms."""
