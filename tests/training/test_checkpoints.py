@@ -23,7 +23,7 @@ from linvit.training.checkpoints.files import read, write
 from linvit.training.config import Stage
 from linvit.training.engine.diagnosis import Diverged
 from linvit.training.logs import LOG, read_log
-from tests.training.toys import cross_entropy, engine, same, small_model, train, weights
+from tests.training.toys import callback, cross_entropy, engine, same, small_model, train, weights
 
 ROOT = Path(__file__).parents[2]
 STAGES = (Stage("one", epochs=1, trainable="attention"), Stage("two", epochs=2, lr=5e-3))
@@ -60,7 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
     """An uninterrupted run: its folder, weights and average."""
     folder = tmp_path_factory.mktemp("whole")
     made, _ = train(rich_model(), folder, **RICH)
-    assert made.callback(Masks) is not None and made.state.shown is not made.model
+    assert callback(made, Masks) is not None and made.state.shown is not made.model
     return folder, weights(made.model), weights(made.state.shown)
 
 
@@ -94,7 +94,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from tests.training.test_checkpoints import RICH, rich_model
-from tests.training.toys import cross_entropy, train
+from tests.training.toys import callback, cross_entropy, train
 import time
 
 def slow(*args):

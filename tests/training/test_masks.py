@@ -12,7 +12,7 @@ from linvit.training.callbacks.callback import Position
 from linvit.training.callbacks.masks import Masks
 from linvit.training.config import Stage
 from linvit.training.logs import read_log
-from tests.training.toys import engine, same, small_model, train, weights
+from tests.training.toys import callback, engine, same, small_model, train, weights
 
 
 def castled(threshold: float | None = 0.1) -> torch.nn.Module:
@@ -51,9 +51,7 @@ def test_a_second_training_begins_with_the_whole_branch(tmp_path: Path) -> None:
     for name in "ab":
         train(model, tmp_path / name, sparse_anneal=0.5, log_steps=1)
         assert next(r["kept"]["scale"] for r in read_log(tmp_path / name) if r["kind"] == "train") == 1
-    masks = engine(model).callback(Masks)
-    assert masks is not None
-    masks.before_step(Position(Stage("train"), 0, 0, 8))
+    callback(engine(model), Masks).before_step(Position(Stage("train"), 0, 0, 8))
     assert all(m.sparse_scale == 1 for m in model.modules() if isinstance(m, Castling))
 
 
@@ -70,4 +68,4 @@ def test_annealing_over_the_whole_training(tmp_path: Path) -> None:
 
 
 def test_other_models_have_no_masks() -> None:
-    assert engine(small_model("stella")).callback(Masks) is None
+    assert callback(engine(small_model("stella")), Masks) is None

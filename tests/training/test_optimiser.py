@@ -214,7 +214,7 @@ def test_what_decays_in_qtvit_is_what_decays_in_its_code() -> None:
 def test_short_trainings_warm_up_for_half_of_their_steps() -> None:
     config = override(recipe("mixa"), ["epochs=10"])  # ten epochs of warm-up, of 150
     rate = stage_schedule(config, config.plan_of_stages()[0], 1000, 100)
-    assert rate.warmup == 500 and rate(999) < 0.11 * config.peak_lr
+    assert rate.warmup == 500 and rate(999) < 0.11 * config.scaled(config.lr)
 
 
 def test_the_cool_down_of_a_constant_rate() -> None:

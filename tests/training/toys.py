@@ -103,6 +103,11 @@ def engine(
     return Engine(processes, model, config, source, phases, task=task, output=Output(folder, watch, models=models))
 
 
+def callback(made: Engine, kind: type[Any]) -> Any:
+    """The run's callback of this kind."""
+    return next((callback for callback in made.callbacks if isinstance(callback, kind)), None)
+
+
 def train(*args: Any, resume: bool = False, **kwargs: Any) -> tuple[Engine, Outcome]:
     made = engine(*args, **kwargs)
     return made, made.run(resume=resume)

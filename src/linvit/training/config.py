@@ -176,12 +176,8 @@ class Config:
         if len({stage.name for stage in self.stages}) < len(self.stages):
             raise LinvitError("two stages have one name")
 
-    @property
-    def peak_lr(self) -> float:
-        """The learning rate at this batch size."""
-        return self.scaled(self.lr)
-
     def scaled(self, lr: float) -> float:
+        """A learning rate at this batch size."""
         return lr * self.batch_size / self.lr_batch if self.lr_batch else lr
 
     def plan_of_stages(self) -> tuple[Stage, ...]:

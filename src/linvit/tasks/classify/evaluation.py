@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from linvit.tasks.classify.data import open_split, undivided
 from linvit.tasks.classify.fitting import Sets, Split
 from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Progress, quiet
-from linvit.tasks.classify.training import Model, Notes, described
+from linvit.tasks.classify.training import Model, Note, described, tell
 from linvit.training.config import Config
 from linvit.training.engine.loop import Watch
 from linvit.training.objectives.teacher import Teacher, check_teacher, open_teacher
@@ -51,7 +52,7 @@ def evaluate(
     """
     config = Config(batch_size=batch, precision=precision)
     processes = make_processes(config, device)
-    note = Notes(processes, watch)
+    note = partial(tell, processes, watch)
     images = open_set(model, data, split, root, note) if isinstance(data, str | Path) else data
     if not images.labelled and teacher is None:
         raise LinvitError(
@@ -82,7 +83,7 @@ def evaluate(
     return found
 
 
-def open_set(model: Model, data: str | Path, split: str, root: str | Path | None, note: Notes) -> Split:
+def open_set(model: Model, data: str | Path, split: str, root: str | Path | None, note: Note) -> Split:
     """The split that is meant."""
     images = open_split(data, split or "auto", root=root, unlabelled=True)
     if split or not undivided(images):

@@ -31,7 +31,7 @@ from linvit.training.engine.phases import Phase, compiles
 from linvit.training.objectives.stages import make_phases
 from linvit.training.objectives.teacher import Teacher
 from linvit.training.optimisation.optimiser import check_trainable
-from linvit.training.processes import LOWERED, Processes, make_processes
+from linvit.training.processes import Processes, make_processes
 
 LOADERS = ("auto", "resident", "streamed")
 SMALL = 4 * 2**30  # bytes of decoded pictures up to which a set goes to the device by itself
@@ -94,9 +94,10 @@ class Sets:
 class Classification(Task):
     """The best weights have the highest top-1, or where there are no labels agree with the teacher most often."""
 
-    def __init__(self, checks: BatchSource | None, labelled: bool, config: Config, teacher: nn.Module | None) -> None:
-        self.checks, self.labelled, self.teacher = checks, labelled, teacher
-        self.precision = LOWERED.get(config.precision)
+    def __init__(
+        self, checks: BatchSource | None, labelled: bool, teacher: nn.Module | None, processes: Processes
+    ) -> None:
+        self.checks, self.labelled, self.teacher, self.precision = checks, labelled, teacher, processes.precision
         if checks is not None:
             self.best = "top1" if labelled else "agreement"
 
@@ -147,7 +148,7 @@ class Fitting:
         self.source = sets.source(train, *place, Augmentation.of(config))
         self.checks = sets.source(validation, *place) if validation is not None else None
         labelled = validation is None or validation.labelled
-        self.task = Classification(self.checks, labelled, config, teacher)
+        self.task = Classification(self.checks, labelled, teacher, processes)
         known = {**self.output.identity, "sets": [{"name": each.name, "images": len(each)} for each in sets.splits]}
         known["classes"] = list(label_names(model))
         resident = [sets.resident(split, preprocessing.size) for split in sets.splits]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from linvit.training.processes import Processes, make_processes
 from linvit.training.recipes import recipe as named_recipe
 
 Model = nn.Module | str | Path
+Note = Callable[[str], None]
 Data = str | Path | tuple[Split, Split | None]
 
 
@@ -81,7 +83,7 @@ def train(
     if folder is not None and folder.is_file():
         raise LinvitError(f"{folder} is a file: give a folder")
     processes = make_processes(config, device)
-    note = Notes(processes, watch)
+    note = partial(tell, processes, watch)
     opened = open_data(data, root=root, unlabelled=True) if isinstance(data, str | Path) else data
     sets = Sets(opened[0], opened[1], loader, workers, progress)
     config = without_labels(config, sets.train, settings, note)
@@ -109,20 +111,15 @@ def train(
     return Trained(**vars(outcome), model=fitting.shown, report=report)
 
 
-class Notes:
-    """Tells the user what he should know: `watch` where there is one, else as a warning."""
-
-    def __init__(self, processes: Processes, watch: Watch | None) -> None:
-        self.first, self.watch = processes.first, watch
-
-    def __call__(self, text: str) -> None:
-        if text and self.first and self.watch is not None:
-            self.watch({"kind": "note", "step": 0, "text": text})
-        elif text and self.first:
-            warnings.warn(text, stacklevel=3)
+def tell(processes: Processes, watch: Watch | None, text: str) -> None:
+    """Let the user know something: `watch` hears it where there is one, else it is a warning."""
+    if text and processes.first and watch is not None:
+        watch({"kind": "note", "step": 0, "text": text})
+    elif text and processes.first:
+        warnings.warn(text, stacklevel=3)
 
 
-def without_labels(config: Config, train: Split, settings: list[str], note: Notes) -> Config:
+def without_labels(config: Config, train: Split, settings: list[str], note: Note) -> Config:
     """The recipe for a set that has no labels: what asked for them asks the teacher, unless the user set its share."""
     asked = any(setting.partition("=")[0].strip() == "distillation_weight" for setting in settings)
     if train.labelled or not config.needs_labels or config.distillation == "none" or asked:
@@ -157,7 +154,7 @@ def start(model: Model, pretrained: bool, args: dict[str, Any], classes: int | N
     return built
 
 
-def find_teacher(named: Model | None, built: nn.Module, model: Model, plan: Plan | None, note: Notes) -> nn.Module:
+def find_teacher(named: Model | None, built: nn.Module, model: Model, plan: Plan | None, note: Note) -> nn.Module:
     """The named teacher, or the model itself before its conversion: as it is now, or as it was."""
     if isinstance(named, nn.Module):
         return named
@@ -170,7 +167,7 @@ def find_teacher(named: Model | None, built: nn.Module, model: Model, plan: Plan
     return found
 
 
-def check_learnt(original: Any, model: str, data: str, plan: Plan, pretrained: bool, note: Notes) -> None:
+def check_learnt(original: Any, model: str, data: str, plan: Plan, pretrained: bool, note: Note) -> None:
     """Whether an original has answers to learn from: for another number of classes its classifier is new."""
     if not pretrained:
         note("the teacher, the original, has random weights: train it first, or give --teacher")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from linvit.training.callbacks.average import Average
 from linvit.training.callbacks.callback import Callback, Position
@@ -17,45 +18,22 @@ from linvit.training.objectives.supervised import logits_of
 from linvit.training.processes import Processes
 
 
-class Mesa(Callback):
-    """Adds the loss to supervised stages. What the average says has BatchNorm's statistics in it, which each process
-    measures on its own images, so all take the first one's."""
+class Mesa(Callback, Objective):
+    """An objective around that of supervised stages; its `variant` is whether its time has come."""
+
+    hook: RemovableHandle | None = None
+    output: Tensor | None = None
 
     def __init__(self, config: Config, model: nn.Module, average: Average, processes: Processes) -> None:
         self.config, self.model, self.average, self.processes = config, model, average, processes
-        self.objective: MesaObjective | None = None
 
     def wrap(self, objective: Objective, at: Position) -> Objective:
         self.close()
         if at.stage.objective != "supervised":
             return objective
-        self.objective = MesaObjective(objective, self.model, self.average.model, self.config.mesa)
-        return self.objective
-
-    def before_step(self, at: Position) -> None:
-        if self.objective is not None:
-            self.objective.variant = at.progress >= self.config.mesa_start
-
-    def after_step(self, at: Position) -> None:
-        if self.objective is not None:
-            self.processes.broadcast(self.average.model.buffers())
-
-    def close(self) -> None:
-        if self.objective is not None:
-            self.objective.close()
-            self.objective = None
-
-
-class MesaObjective(Objective):
-    """An objective around another; its `variant` is whether MESA's time has come."""
-
-    variant: bool = False
-
-    def __init__(self, objective: Objective, model: nn.Module, average: nn.Module, ratio: float) -> None:
-        self.objective, self.average, self.ratio = objective, average, ratio
-        self.teacher, self.distance = objective.teacher, objective.distance
-        self.output: Tensor | None = None
-        self.hook = model.register_forward_hook(self.see)
+        self.objective, self.teacher, self.distance = objective, objective.teacher, objective.distance
+        self.hook = self.model.register_forward_hook(self.see)
+        return self
 
     def see(self, model: nn.Module, args: Any, out: Any) -> None:
         """Keep the model's output, so that it need not run twice."""
@@ -65,18 +43,25 @@ class MesaObjective(Objective):
     def repeated(self, model: nn.Module) -> list[nn.Module]:
         return self.objective.repeated(model)
 
-    def reset(self) -> None:
-        self.objective.reset()
-
-    def close(self) -> None:
-        self.hook.remove()
-        self.output = None
-
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         entries = self.objective(model, batch)
         if not self.variant or self.output is None:
             return {**entries, "mesa": entries["loss"].detach() * 0}
         with torch.no_grad():
-            wanted = logits_of(self.average(batch[0])).sigmoid()
+            wanted = logits_of(self.average.model(batch[0])).sigmoid()
         mesa = F.binary_cross_entropy_with_logits(self.output, wanted)
-        return {**entries, "loss": entries["loss"] + self.ratio * mesa, "mesa": mesa.detach()}
+        return {**entries, "loss": entries["loss"] + self.config.mesa * mesa, "mesa": mesa.detach()}
+
+    def before_step(self, at: Position) -> None:
+        self.variant = at.progress >= self.config.mesa_start
+
+    def after_step(self, at: Position) -> None:
+        """What the average says has BatchNorm's statistics in it, which each process measures on its own images: all
+        take the first one's."""
+        if self.hook is not None:
+            self.processes.broadcast(self.average.model.buffers())
+
+    def close(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = self.output = None

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from linvit.errors import LinvitError
 from linvit.training.callbacks import make_callbacks
-from linvit.training.callbacks.callback import Callback, Position
+from linvit.training.callbacks.callback import Position
 from linvit.training.checkpoints.run_state import Restored, RunState, all_finite, restore_optimiser
 from linvit.training.config import Config
 from linvit.training.contract import Batch, BatchSource, Objective, Task
@@ -33,7 +33,6 @@ from linvit.training.optimisation.schedule import stage_schedule
 from linvit.training.processes import Processes
 
 Watch = Callable[[dict[str, Any]], None]
-C = TypeVar("C", bound=Callback)
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,6 @@ class Engine:
     @property
     def steps(self) -> int:
         return self.ends[-1]
-
-    def callback(self, kind: type[C]) -> C | None:
-        """The run's callback of this kind."""
-        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def run(self, *, resume: bool = False) -> Outcome:
         """Train to the end. With `resume`, go on from the newest usable checkpoint, if there is one."""
