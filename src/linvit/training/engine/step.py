@@ -29,11 +29,12 @@ from linvit.training.processes import Processes
 
 class StageModule(nn.Module):
     """A step as a module, for DistributedDataParallel: whatever an objective calls of the model, its layers one by one
-    too, is inside this forward pass."""
+    too, is inside this forward pass. One parameter is never used, or PyTorch would warn where all others are."""
 
     def __init__(self, model: nn.Module, compute: Step) -> None:
         super().__init__()
         self.model, self.compute = model, compute
+        self.unused = nn.Parameter(torch.zeros((), device=next(model.parameters()).device))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         return {name: value if name == "loss" else value.detach() for name, value in self.compute(batch).items()}
@@ -65,8 +66,9 @@ class Stepper:
         self.compute = compute
         if self.processes.world > 1:
             module = StageModule(self.model, compute)
-            self.compute = DistributedDataParallel(module, find_unused_parameters=True, broadcast_buffers=False)
-            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+            with warnings.catch_warnings():  # of another name for broadcast_buffers, which older versions do not know
+                warnings.simplefilter("ignore", FutureWarning)
+                self.compute = DistributedDataParallel(module, find_unused_parameters=True, broadcast_buffers=False)
 
     def seed(self, step: int) -> None:
         """A step's randomness depends on the run's seed, the step and the process, and on nothing before it."""
