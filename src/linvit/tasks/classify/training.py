@@ -73,8 +73,8 @@ def train(
     `last` and `best`. With `ema` the averaged weights are those that are evaluated and given; `model` keeps its own.
     Every record of the log goes to `watch`.
     """
-    settings, folder = list(settings), None if output is None else Path(output)
-    config = override(named_recipe(recipe, name_of(model)), settings) if isinstance(recipe, str) else recipe
+    settings, drop, folder = list(settings), list(drop), None if output is None else Path(output)
+    config = override(named_recipe(recipe, name_of(model)) if isinstance(recipe, str) else recipe, settings)
     if size is not None:
         config = replace(config, size=size)
     chosen = parse_plan(plan, **(options or {})) if isinstance(plan, str) else plan
