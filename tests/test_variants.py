@@ -15,7 +15,7 @@ from tests.comparison.synthetic import run, write
 
 def made(folder: Path, seed: int, top1: float, *settings: str) -> None:
     result: dict[str, Any] = run("stella", 8, seed, "distil", 2, top1, "abcd")
-    result["identity"]["config"] = override(recipe("fast"), [*settings, f"seed={seed}", "input_size=8"]).to_dict()
+    result["identity"]["config"] = override(recipe("fast"), [*settings, f"seed={seed}", "size=8"]).to_dict()
     result["conversion"] = {**result.get("conversion", {}), "kl": 0.25}
     result["key"] = f"{len(list(folder.glob('runs/*'))):016x}"
     write(folder / "runs" / f"{result['key']}.json", result)

@@ -45,7 +45,7 @@ def test_an_interrupted_one_goes_on(linvit: Callable[..., Outcome], tmp_path: Pa
 @pytest.mark.parametrize("recipe", ["distil", "fast"])
 def test_a_recipe_with_a_teacher_is_timed_with_it(recipe: str, linvit: Callable[..., Outcome], tmp_path: Path) -> None:
     file = tmp_path / "speed.json"
-    options = [*SMALL, *SET, "--recipe", recipe, "--to", "qt", "--steps", "75", "-o", str(file)]
+    options = [*SMALL, *SET, "--recipe", recipe, "--plan", "qt", "--steps", "75", "-o", str(file)]
     assert linvit("bench", "training", "vit_tiny_patch16_224", *options).code == 0
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 2
@@ -66,7 +66,7 @@ def test_a_recipe_with_a_teacher_is_timed_with_it(recipe: str, linvit: Callable[
     [
         (["--steps", "20"], "too few for a speed"),
         (["--set", "batch_size=4096"], "fewer than one batch"),
-        (["--to", "stela"], "did you mean stella"),
+        (["--plan", "stela"], "did you mean stella"),
     ],
 )
 def test_mistakes(linvit: Callable[..., Outcome], tmp_path: Path, options: list[str], message: str) -> None:

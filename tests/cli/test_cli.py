@@ -35,10 +35,10 @@ VERBS = {
     },
     "train": {
         *("model", "--data", "--output", "--recipe", "--plan", "--option", "--drop", "--teacher", "--set", "--resume"),
-        *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
+        *("--size", "--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
     "eval": {
-        *("model", "--data", "--teacher", "--split", "--per-class", "--output", "--batch", "--precision"),
+        *("model", "--data", "--teacher", "--size", "--split", "--per-class", "--output", "--batch", "--precision"),
         *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
     "compare": {
@@ -57,8 +57,8 @@ VERBS = {
         *("--budget", "--output", "--resume", "--from", "--json"),
     },
     "bench training": {
-        *("model", "--data", "--to", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader", "--workers"),
-        *("--device", "--output", "--resume", "--json"),
+        *("model", "--data", "--plan", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader"),
+        *("--workers", "--device", "--output", "--resume", "--json"),
     },
     "bench scaling": {"--mechanism", "--tokens", "--json"},
     "show masks": {"run", "--output", "--json"},

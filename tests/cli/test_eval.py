@@ -88,14 +88,14 @@ def test_of_a_set_without_splits_all_that_nobody_trained_on(linvit: Linvit, tmp_
 
 
 @pytest.mark.parametrize(
-    "args", [["--set=test_crop=0.5"], ["--model-arg=dynamic_img_size=true", "--set=input_size=12", "--set=ema=0.9"]]
+    "args", [["--set=test_crop=0.5"], ["--model-arg=dynamic_img_size=true", "--size=12", "--set=ema=0.9"]]
 )
 def test_crop_and_size_are_the_run_s(linvit: Linvit, tmp_path: Path, args: list[str]) -> None:
     data = photos(tmp_path / "photos", "train", "val")
     logged = train(linvit, data, tmp_path / "run", *args)
     for name in ("last", "best"):
         config = json.loads((tmp_path / "run" / name / "config.json").read_text())["preprocessing"]
-        assert config["input_size"] == ([3, 12, 12] if "--set=input_size=12" in args else [3, 8, 8])
+        assert config["input_size"] == ([3, 12, 12] if "--size=12" in args else [3, 8, 8])
         assert config["crop_pct"] == (0.5 if "--set=test_crop=0.5" in args else 0.9)
     assert same(measure(linvit, tmp_path / "run" / "last", data), logged)
 

@@ -42,6 +42,21 @@ def test_fast_converts_aligns_and_learns(linvit: Linvit, teacher: Path, tmp_path
     assert linvit("show", "masks", str(tmp_path / "run"), "--json").code == 0
 
 
+def test_a_converted_folder_finds_its_original(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
+    """As `linvit convert` recorded it; without a record one line says what to give."""
+    made, args = str(tmp_path / "made"), ["--data=digits", "--recipe=fast", *QUICK]
+    assert linvit("convert", str(teacher / "best"), "--to=stella", "-o", made).code == 0
+    outcome = linvit("train", made, *args, "-o", str(tmp_path / "run"))
+    assert outcome.code == 0 and f"the teacher is the original that {made} was made from" in outcome.err
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    del config["conversions"][0]["source"]
+    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    refused = linvit("train", made, *args, "-o", str(tmp_path / "other"))
+    assert refused.code == 2 and "was made from a model that is not known: give --teacher" in refused.err
+    wide = linvit("train", made, *args, "--size=8x12", "-o", str(tmp_path / "other"))
+    assert wide.code == 2 and "images are square here" in wide.err
+
+
 def test_a_recipe_knows_the_model_in_a_folder(linvit: Linvit, tmp_path: Path) -> None:
     """Not the folder's own name: MixA mixes no images for DeiT-T, and does for others."""
     model = timm.create_model("deit_tiny_patch16_224", num_classes=10, **SHAPE)

@@ -176,7 +176,7 @@ def test_ctrl_c_stops_the_workers(tmp_path: Path) -> None:
 
 
 def test_several_processes_do_one_run_together(tmp_path: Path) -> None:
-    """As `accelerate launch` and `torchrun` start them: all work on the same run, one writes it."""
+    """As `torchrun` starts them: all work on the same run, one writes it."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys; from linvit.comparison.engines.choice import choose; from linvit.comparison.store import Store;"

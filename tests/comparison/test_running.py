@@ -17,11 +17,12 @@ from torch._dynamo.utils import counters
 
 from linvit.comparison import running
 from linvit.comparison.grid import Task
-from linvit.comparison.running import execute, read_config, threads, without_timings
+from linvit.comparison.running import execute, threads, without_timings
 from linvit.comparison.sharing import Shared, affinity
 from linvit.comparison.store import Store
 from linvit.conversion import load
 from linvit.errors import LinvitError
+from linvit.training.config import Config
 from linvit.training.recipes import RECIPES, recipe
 from tests.comparison.small import PLAIN, tasks
 
@@ -238,7 +239,7 @@ def test_affinity_is_what_seeds_share() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_come_back_from_plain_data(name: str) -> None:
     config = recipe(name)
-    assert read_config(json.loads(json.dumps(config.to_dict()))) == config
-    assert read_config({**config.to_dict(), "sparse_empty": 1e-3}) == config, "a field that is gone"
-    with pytest.raises(LinvitError, match="knows no setting 'lrr'"):
-        read_config({"lrr": 1})
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert Config.from_dict({**config.to_dict(), "sparse_empty": 1e-3}) == config, "a field that is gone"
+    with pytest.raises(LinvitError, match="unknown field of the recipe 'lrr'"):
+        Config.from_dict({"lrr": 1})

@@ -15,10 +15,11 @@ import linvit
 from linvit.conversion import Choice, Plan, Rule, find_hosts
 from linvit.errors import LinvitError
 from linvit.tasks.classify import Augmentation, Preprocessing, Resident, decode, evaluate, open_data
-from linvit.training.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
 from linvit.training.contract import Objective
-from linvit.training.distillation import Distillation, Teacher, relative_error
-from linvit.training.losses import Supervised
+from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
+from linvit.training.objectives.distillation import Distillation, relative_error
+from linvit.training.objectives.supervised import Supervised
+from linvit.training.objectives.teacher import Teacher
 from tests.conversion.families import FAMILIES, permitting
 
 TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 2, "num_classes": 5}
@@ -185,7 +186,7 @@ def learn(model: nn.Module, objective: Objective, source: Any, epochs: int, lr: 
     for epoch in range(epochs):
         for images, targets in source.epoch(epoch):
             optimiser.zero_grad()
-            objective(model, images, targets)["loss"].backward()
+            objective(model, (images, targets))["loss"].backward()
             optimiser.step()
             schedule.step()
 

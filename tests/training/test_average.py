@@ -12,8 +12,12 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.training.average import Average, measure_batch_norm
-from tests.training.toys import cross_entropy, same, small_model, train, weights
+from linvit.training.callbacks.average import Average
+from linvit.training.callbacks.batch_norm import BatchNormStatistics
+from linvit.training.config import Config
+from linvit.training.contract import Task
+from linvit.training.processes import Processes
+from tests.training.toys import ToySource, cross_entropy, same, small_model, train, weights
 
 
 def test_the_average_follows_by_its_formula() -> None:
@@ -29,10 +33,9 @@ def test_the_average_follows_by_its_formula() -> None:
     for step, now in enumerate(seen[1:], start=1):
         decay = 0.8 * (1 - math.exp(-step / 5))
         expected = {name: decay * expected[name] + (1 - decay) * now[name] for name in now}
-    assert made.average is not None
-    for name, tensor in made.average.model.state_dict().items():
+    for name, tensor in made.state.shown.state_dict().items():
         assert torch.allclose(tensor.double(), expected[name], atol=1e-6), name
-    assert not same(weights(made.model), weights(made.average.model))
+    assert not same(weights(made.model), weights(made.state.shown))
 
 
 def test_batch_norm_is_measured_again() -> None:
@@ -71,9 +74,20 @@ def test_a_short_training_shows_what_it_learnt() -> None:
     assert outcome.last["top1"] > 90
 
 
-def test_batch_norm_is_measured_over_processes() -> None:
+def test_batch_norm_is_measured_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows(ToySource):
+        def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Any:
+            assert not mixed
+            yield torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+
+    class Plain(Task):
+        def forward(self, model: nn.Module, batch: Tensor) -> Any:
+            return model(batch)
+
+    processes = Processes("cpu")
+    monkeypatch.setattr(processes, "mean", lambda statistic: statistic + 1)
     norm = nn.BatchNorm1d(2)
-    measure_batch_norm(norm, [torch.tensor([[1.0, 2.0], [3.0, 6.0]])], lambda statistic: statistic + 1)
+    BatchNormStatistics(Config(bn_images=1), Rows(), Plain(), processes).before_evaluation(norm)
     assert norm.running_mean.tolist() == [3, 5] and norm.running_var.tolist() == [3, 9]
 
 

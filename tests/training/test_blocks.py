@@ -12,10 +12,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from linvit.training.config import Config, Stage
-from linvit.training.engine import Engine
-from linvit.training.objectives import make_phases
-from linvit.training.processes import make_accelerator
-from tests.training.toys import PLAIN, ToySource, accuracy, small_model, weights
+from linvit.training.engine.loop import Engine
+from linvit.training.objectives.stages import make_phases
+from linvit.training.processes import make_processes
+from tests.training.toys import PLAIN, Measured, ToySource, accuracy, small_model, weights
 
 SETTINGS: dict[str, Any] = {**PLAIN, "distillation": "soft", "epochs": 1, "eval_epochs": 0.5}
 
@@ -32,7 +32,7 @@ def trained(plan: str, compile: str, stage: Stage) -> nn.Module:
     teacher, student = small_model(depth=3), small_model(plan, depth=3)
     config = Config(**{**SETTINGS, "compile": compile, "stages": (stage,)})
     phases = make_phases(config, student, copy.deepcopy(teacher))
-    engine = Engine(make_accelerator(config, "cpu"), student, config, ToySource(), phases, evaluate=accuracy)
+    engine = Engine(make_processes(config, "cpu"), student, config, ToySource(), phases, task=Measured(accuracy))
     engine.run()
     assert not any("forward" in vars(module) for module in student.modules())
     return student

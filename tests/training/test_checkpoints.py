@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 import linvit
 from linvit.errors import LinvitError
-from linvit.training.checkpoints import read, write
+from linvit.training.callbacks.masks import Masks
+from linvit.training.checkpoints.files import read, write
 from linvit.training.config import Stage
-from linvit.training.diagnosis import Diverged
+from linvit.training.engine.diagnosis import Diverged
 from linvit.training.logs import LOG, read_log
-from tests.training.toys import cross_entropy, engine, same, small_model, train, weights
+from tests.training.toys import callback, cross_entropy, engine, same, small_model, train, weights
 
 ROOT = Path(__file__).parents[2]
 STAGES = (Stage("one", epochs=1, trainable="attention"), Stage("two", epochs=2, lr=5e-3))
@@ -59,8 +60,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
     """An uninterrupted run: its folder, weights and average."""
     folder = tmp_path_factory.mktemp("whole")
     made, _ = train(rich_model(), folder, **RICH)
-    assert made.average is not None and made.masks.names
-    return folder, weights(made.model), weights(made.average.model)
+    assert callback(made, Masks) is not None and made.state.shown is not made.model
+    return folder, weights(made.model), weights(made.state.shown)
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5, 9, 11])
@@ -69,8 +70,8 @@ def test_resume_equals_uninterrupted(whole: Any, tmp_path: Path, step: int) -> N
         train(rich_model(), tmp_path, objective=dying(2 * step + 1), **RICH)
     made, outcome = train(rich_model(), tmp_path, resume=True, **RICH)
     folder, trained, average = whole
-    assert made.average is not None and outcome.steps == 12
-    assert same(weights(made.model), trained) and same(weights(made.average.model), average)
+    assert outcome.steps == 12
+    assert same(weights(made.model), trained) and same(weights(made.state.shown), average)
     assert same(weights(linvit.load(tmp_path / "best")), weights(linvit.load(folder / "best")))
     logged = []
     for run in (folder, tmp_path):
@@ -93,7 +94,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from tests.training.test_checkpoints import RICH, rich_model
-from tests.training.toys import cross_entropy, train
+from tests.training.toys import callback, cross_entropy, train
 import time
 
 def slow(*args):
@@ -121,8 +122,7 @@ def test_kill_9_at_a_random_step(whole: Any, tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == -signal.SIGKILL
     made, _ = train(rich_model(), tmp_path, resume=True, **RICH)
-    assert made.average is not None
-    assert same(weights(made.model), whole[1]) and same(weights(made.average.model), whole[2])
+    assert same(weights(made.model), whole[1]) and same(weights(made.state.shown), whole[2])
 
 
 def interrupted(folder: Path) -> list[Path]:
@@ -154,8 +154,8 @@ def test_a_foreign_checkpoint_falls_back(whole: Any, tmp_path: Path) -> None:
         foreign()
         made = engine(rich_model(), tmp_path, **RICH)
         notes: list[str] = []
-        found = made.keeper.restore(notes.append)
-        assert found is not None and found[0] == 5
+        found = made.state.restore(notes.append)
+        assert found is not None and found[1]["step"] == 5
         assert len(notes) == 1 and str(last) in notes[0]
 
 
@@ -174,7 +174,7 @@ def test_another_run_may_not_go_on(tmp_path: Path) -> None:
         train(rich_model(), tmp_path, **RICH)
     notes: list[str] = []
     with pytest.raises(LinvitError, match=r"no checkpoint can be used: .* belongs to another run"):
-        engine(rich_model(), tmp_path, **{**RICH, "lr": 1.0}).keeper.restore(notes.append)
+        engine(rich_model(), tmp_path, **{**RICH, "lr": 1.0}).state.restore(notes.append)
     assert "belongs to another run" in notes[0]
 
 
@@ -204,7 +204,7 @@ def test_every_step_of_the_masks_is_logged_after_a_resume(tmp_path: Path) -> Non
     assert steps == list(range(1, len(steps) + 1)) and len(steps) == 12
 
 
-def test_weights_that_are_no_numbers_are_no_checkpoint(tmp_path: Path) -> None:
+def test_weights_that_are_nan_are_no_checkpoint(tmp_path: Path) -> None:
     made = engine(small_model(), tmp_path, checkpoint_seconds=0, epochs=1)
     take = made.take_step
 

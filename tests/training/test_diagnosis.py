@@ -1,4 +1,4 @@
-"""A loss that is no number: the step, the place where it began, and what is left."""
+"""A loss that is NaN: the step, the place where it began, and what is left."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linvit.training.diagnosis import Diverged
-from linvit.training.distillation import Distillation, Teacher
+from linvit.training.engine.diagnosis import Diverged
 from linvit.training.logs import read_log
+from linvit.training.objectives.distillation import Distillation
+from linvit.training.objectives.teacher import Teacher
 from tests.training.toys import ToySource, cross_entropy, small_model, train
 
 
 class Poisoned(ToySource):
-    """Data with one picture that is no number."""
+    """Data with one picture that is infinite."""
 
     def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Any:
         for step, (images, targets) in enumerate(super().epoch(epoch, skip), start=skip):
@@ -86,7 +87,7 @@ def test_nan_in_a_part_of_the_next_epoch_is_named() -> None:
         train(source=source, batch_size=16, accumulate=2, log_steps=1, evaluate=None)
 
 
-def test_a_teacher_without_numbers_is_named() -> None:
+def test_a_teacher_that_gives_nan_is_named() -> None:
     teacher = small_model()
     student = small_model(seed=1)
     torch.nn.init.constant_(teacher.blocks[1].mlp.fc1.weight, float("nan"))

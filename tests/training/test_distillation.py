@@ -16,18 +16,11 @@ import linvit
 from linvit.conversion.saving import note
 from linvit.errors import LinvitError
 from linvit.training.config import Config
-from linvit.training.distillation import (
-    Distillation,
-    Teacher,
-    best_map,
-    check_teacher,
-    divergence,
-    feature_error,
-    open_teacher,
-)
-from linvit.training.losses import Supervised
-from linvit.training.objectives import make_phases
-from linvit.training.taps import Taps
+from linvit.training.objectives.activations import Activations
+from linvit.training.objectives.distillation import Distillation, best_map, divergence, feature_error
+from linvit.training.objectives.stages import make_phases
+from linvit.training.objectives.supervised import Supervised
+from linvit.training.objectives.teacher import Teacher, check_teacher, open_teacher
 from tests.training.toys import small_model
 
 TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2, "num_classes": 5}
@@ -42,7 +35,7 @@ def vit(seed: int = 0, name: str = "vit_tiny_patch16_224", **options: Any) -> nn
 
 def test_soft_is_hintons() -> None:
     teacher, student = vit(0), vit(1)
-    found = Distillation(Teacher(teacher), student, weight=0.7, temperature=3.0)(student, IMAGES, LABELS)
+    found = Distillation(Teacher(teacher), student, weight=0.7, temperature=3.0)(student, (IMAGES, LABELS))
     ours, theirs = student(IMAGES), teacher(IMAGES)
     kl = F.kl_div((ours / 3).log_softmax(-1), (theirs / 3).softmax(-1), reduction="batchmean") * 9
     torch.testing.assert_close(found["loss"], 0.3 * F.cross_entropy(ours, LABELS) + 0.7 * kl)
@@ -52,7 +45,7 @@ def test_soft_is_hintons() -> None:
 
 def test_hard_takes_the_teachers_choice() -> None:
     teacher, student = vit(0), vit(1)
-    found = Distillation(Teacher(teacher), student, kind="hard", weight=0.5)(student, IMAGES, LABELS)
+    found = Distillation(Teacher(teacher), student, kind="hard", weight=0.5)(student, (IMAGES, LABELS))
     ours = student(IMAGES)
     wanted = F.cross_entropy(ours, LABELS) + F.cross_entropy(ours, teacher(IMAGES).argmax(-1))
     torch.testing.assert_close(found["loss"], wanted / 2)
@@ -62,14 +55,14 @@ def test_token_gives_each_head_its_own_task() -> None:
     teacher, student = vit(0), vit(1, "deit_tiny_distilled_patch16_224").train()
     smooth = Supervised(smoothing=0.1)
     objective = Distillation(Teacher(teacher), student, kind="token", supervised=smooth)
-    found = objective(student, IMAGES, LABELS)
+    found = objective(student, (IMAGES, LABELS))
     head, distilled = student(IMAGES)
     wanted = smooth.measure(head, LABELS) + F.cross_entropy(distilled, teacher(IMAGES).argmax(-1))
     torch.testing.assert_close(found["loss"], wanted / 2)
     with pytest.raises(LinvitError, match="training mode"):
-        objective(student.eval(), IMAGES, LABELS)
+        objective(student.eval(), (IMAGES, LABELS))
     unlabelled = Distillation(Teacher(teacher), student.train(), kind="token", weight=1.0, labelled=False)
-    unlabelled(student, IMAGES, LABELS)["loss"].backward()
+    unlabelled(student, (IMAGES, LABELS))["loss"].backward()
     assert all(head.weight.grad.any() for head in (student.head, student.head_dist)), "both heads have a teacher"
 
 
@@ -78,7 +71,7 @@ def test_the_teacher_is_asked_and_never_changed() -> None:
     before = copy.deepcopy(teacher.state_dict())
     asked = Teacher(teacher)
     torch.testing.assert_close(asked(IMAGES), asked(IMAGES))  # no dropout
-    Distillation(asked, student)(student, IMAGES, LABELS)["loss"].backward()
+    Distillation(asked, student)(student, (IMAGES, LABELS))["loss"].backward()
     assert all(p.grad is None for p in teacher.parameters()) and all(p.grad is not None for p in student.parameters())
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
 
@@ -100,11 +93,11 @@ def test_features_of_the_same_width_are_compared_directly() -> None:
     student = copy.deepcopy(teacher)
     names = ["blocks.0", "blocks.1.mlp"]
     objective = Distillation(Teacher(teacher), student, features=names, feature_weight=2.0)
-    found = objective(student, IMAGES, LABELS)
+    found = objective(student, (IMAGES, LABELS))
     assert found["features"] < 1e-9
     with torch.no_grad():
         student.blocks[0].mlp.fc2.bias += 1
-    moved = objective(student, IMAGES, LABELS)
+    moved = objective(student, (IMAGES, LABELS))
     assert moved["features"] > 0.1
     whole = 0.5 * (moved["labels"] + moved["distillation"]) + 2 * moved["features"]
     torch.testing.assert_close(moved["loss"].detach(), whole)
@@ -113,7 +106,7 @@ def test_features_of_the_same_width_are_compared_directly() -> None:
 def test_features_of_another_width_are_mapped_first() -> None:
     student, teacher = vit(1), vit(0, embed_dim=32)
     objective = Distillation(Teacher(teacher), student, features={"blocks.1": "blocks.0"})
-    found = objective(student, IMAGES, LABELS)
+    found = objective(student, (IMAGES, LABELS))
     assert 0 < found["features"] < 1  # the best map is better than the mean
     found["loss"].backward()
     assert student.blocks[1].attn.qkv.weight.grad.abs().sum() > 0
@@ -128,8 +121,8 @@ def test_features_of_another_width_are_mapped_first() -> None:
 def test_it_compiles_as_one_graph() -> None:
     teacher, student = vit(0), vit(1)
     objective = Distillation(Teacher(teacher), student, features=["blocks.0"])
-    wanted = objective(student, IMAGES, LABELS)
-    step = torch.compile(lambda x, y: objective(student, x, y), backend="aot_eager", fullgraph=True)
+    wanted = objective(student, (IMAGES, LABELS))
+    step = torch.compile(lambda x, y: objective(student, (x, y)), backend="aot_eager", fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(step(IMAGES, LABELS), wanted)
     student.zero_grad()
@@ -139,14 +132,14 @@ def test_it_compiles_as_one_graph() -> None:
 
 def test_hooks_are_idle_and_can_be_taken_off() -> None:
     model = vit(0)
-    taps = Taps(model, ["blocks.0"])
+    activations = Activations(model, ["blocks.0"], ["blocks.0"])
     model(IMAGES)
-    assert taps.take() == ({}, {})
+    assert activations.take() == ({}, {})
     copy.deepcopy(model)(IMAGES)
-    taps.listen()
+    activations.record()
     model(IMAGES)
-    assert list(taps.take()[1]) == ["blocks.0"]
-    taps.close()
+    assert list(activations.take()[1]) == ["blocks.0"]
+    activations.close()
     assert not model.blocks[0]._forward_hooks and not model.blocks[0]._forward_pre_hooks
 
 
@@ -170,13 +163,13 @@ def test_wrong_teachers_are_refused() -> None:
         "has no module 'block.0'": lambda: Distillation(Teacher(vit(0)), student, features=["block.0"]),
         r"features \(4, 17, 24\) and \(4, 65, 24\)": lambda: Distillation(
             Teacher(vit(0, patch_size=4)), student, features=["blocks.0"]
-        )(student, IMAGES, LABELS),
+        )(student, (IMAGES, LABELS)),
     }.items():
         with pytest.raises(LinvitError, match=message):
             attempt()
     silent = nn.Sequential(nn.Flatten(), nn.Linear(3072, 9))
     with pytest.raises(LinvitError, match="the teacher has 9 classes, the student 5"):
-        Distillation(Teacher(silent), student)(student, IMAGES, LABELS)
+        Distillation(Teacher(silent), student)(student, (IMAGES, LABELS))
 
 
 def test_the_teacher_sees_its_own_colours() -> None:

@@ -9,7 +9,9 @@ from timm.layers import DropPath
 from timm.models.efficientvit_mit import ResidualBlock
 from torch import nn
 
-from linvit.training.drop_path import RampedDropPath, set_drop_path, set_progress
+from linvit.training.callbacks.callback import Position
+from linvit.training.callbacks.drop_path import DropPathProgress, RampedDropPath, set_drop_path
+from linvit.training.config import Stage
 from tests.training.toys import cross_entropy, small_model, train
 
 
@@ -46,7 +48,7 @@ def test_efficientvit_gets_a_place() -> None:
     assert [drop.rate for drop in drops[2:]] == pytest.approx([0.4 * (i + 1) / rest for i in range(rest)])
     last, ones = drops[-1], torch.ones(4000, 1, 1, 1)
     assert torch.equal(last(ones), ones)  # the training has not begun
-    set_progress([last.progress], 0.5)
+    DropPathProgress(last).before_step(Position(Stage("train"), 5, 0, 10))
     dropped = last(ones)
     assert dropped.unique().tolist() == pytest.approx([0, 1.25]) and abs(dropped.mean() - 1) < 0.03
     assert torch.equal(last.eval()(ones), ones)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,17 @@ from torch.nn import functional as F
 
 import linvit
 from linvit.errors import LinvitError
-from linvit.training.alignment import AttentionAlignment
 from linvit.training.config import Config, Stage
-from linvit.training.distillation import Teacher
-from linvit.training.engine import Engine
+from linvit.training.contract import Objective, Task
+from linvit.training.engine.diagnosis import find_bad_layer
+from linvit.training.engine.loop import Engine, Output
+from linvit.training.engine.phases import Phase
 from linvit.training.logs import Log, read_log
-from linvit.training.phases import Phase
-from linvit.training.processes import make_accelerator
-from tests.training.toys import PLAIN, ToySource, accuracy, cross_entropy, same, small_model, train, weights
+from linvit.training.objectives.alignment import AttentionAlignment
+from linvit.training.objectives.teacher import Teacher
+from linvit.training.optimisation.optimiser import make_optimiser
+from linvit.training.processes import make_processes
+from tests.training.toys import PLAIN, Plain, ToySource, accuracy, cross_entropy, same, small_model, train, weights
 
 
 def test_a_run_learns_and_leaves_its_models(tmp_path: Path) -> None:
@@ -169,19 +174,20 @@ def test_attention_is_asked_for_its_deterministic_backward() -> None:
     assert not torch.are_deterministic_algorithms_enabled() and len(asked) == outcome.steps
 
 
-def test_a_failed_step_leaves_nobody_listening() -> None:
-    """Else the next training of that model would stop its gradients at the layers it listens to."""
+def test_a_failed_step_leaves_nobody_recording() -> None:
+    """Else the next training of that model would stop its gradients at the layers it records."""
     student, original = small_model("stella"), small_model()
     objective = AttentionAlignment(Teacher(original), student, inputs="student")
 
     def failing(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        objective.taps.listen()
+        objective.activations.record()
         raise RuntimeError("out of memory")
 
-    failing.rest = objective.rest  # type: ignore[attr-defined]
+    made = Plain(failing)
+    made.reset = objective.reset  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="out of memory"):
-        train(student, objective=failing)
-    assert not objective.taps.listening
+        train(student, objective=made)
+    assert not objective.activations.recording
     before = weights(student)
     train(student)
     assert not torch.equal(student.blocks[0].attn.qkv.weight, before["blocks.0.attn.qkv.weight"])
@@ -202,16 +208,66 @@ def test_a_stage_that_trains_what_its_loss_does_not_see() -> None:
         train(objective=blind)
 
 
-def test_finished_stages_leave_no_optimiser() -> None:
-    made, _ = train(stages=(Stage("one", epochs=1), Stage("two", epochs=1)), epochs=2)
-    assert len(made.accelerator._optimizers) == 1
+class Boxes(ToySource):
+    """Batches as detection has them: a dict with images, and boxes inside."""
+
+    def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Any:
+        for images, targets in super().epoch(epoch, skip):
+            yield {"image": images, "target": [{"boxes": 3.0 * F.one_hot(targets, 4)}]}
 
 
-def test_an_accelerator_for_other_parts_is_a_mistake() -> None:
-    config = Config(**PLAIN, accumulate=2)
-    phases = [Phase(stage, cross_entropy) for stage in config.plan_of_stages()]
-    with pytest.raises(LinvitError, match="gradient_accumulation_steps=2"):
-        Engine(make_accelerator(Config(**PLAIN), "cpu"), small_model(), config, ToySource(4), phases)
+class Detection(Task):
+    """The best weights have the lowest error; boxes grow with the images."""
+
+    best, larger_is_better = "error", False
+
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        source = ToySource()
+        return {"error": (model(source.pictures).argmax(-1) != source.labels).float().mean().item(), "other": 1.0}
+
+    def resize(self, batch: Any, size: int) -> Any:
+        factor = size / batch["image"].shape[-1]
+        made = super().resize(batch, size)
+        return {**made, "target": [{"boxes": one["boxes"] * factor} for one in made["target"]]}
+
+
+class BoxError(Objective):
+    def __init__(self) -> None:
+        self.seen: set[tuple[int, float]] = set()
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        boxes = batch["target"][0]["boxes"]
+        self.seen.add((batch["image"].shape[-1], float(boxes.max())))
+        return {"loss": F.mse_loss(model(batch["image"]), boxes)}
+
+
+def test_a_batch_is_any_tree_and_the_task_says_what_is_best(tmp_path: Path) -> None:
+    config = Config(**{**PLAIN, "epochs": 4, "random_sizes": (8, 16), "bn_images": 16, "ema": 0.5, "log_steps": 1})
+    model = small_model("qt", dynamic_img_size=True)
+    objective = BoxError()
+    phases = [Phase(stage, objective) for stage in config.plan_of_stages()]
+    processes, output = make_processes(config, "cpu"), Output(tmp_path)
+    outcome = Engine(processes, model, config, Boxes(), phases, task=Detection(), output=output).run()
+    assert objective.seen == {(8, 3.0), (16, 6.0)}
+    errors = [record["error"] for record in read_log(tmp_path) if record["kind"] == "eval"]
+    assert outcome.best["error"] == min(errors) < max(errors)
+    poisoned = {"image": torch.full((2, 3, 8, 8), torch.inf), "target": [{"boxes": torch.zeros(2, 4)}]}
+    assert find_bad_layer(model, objective, poisoned) == "the batch itself"
+
+
+def test_finished_stages_leave_no_optimiser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has two moments of every weight."""
+    made: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def watched(*args: Any) -> torch.optim.Optimizer:
+        optimiser = make_optimiser(*args)
+        made.append(weakref.ref(optimiser))
+        return optimiser
+
+    monkeypatch.setattr("linvit.training.engine.step.make_optimiser", watched)
+    kept, _ = train(stages=(Stage("one", epochs=1), Stage("two", epochs=1)), epochs=2)
+    gc.collect()
+    assert [ref() is not None for ref in made] == [False, True] and made[1]() is kept.stepper.optimiser
 
 
 def test_the_log_is_json_whatever_was_measured(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 import linvit
 from linvit.training.config import Config
-from linvit.training.diagnosis import Diverged
-from linvit.training.engine import Engine, Phase
-from linvit.training.processes import make_accelerator
-from linvit.training.repeating import without_cudnn_attention
-from tests.training.toys import PLAIN, ToySource, same, small_model, weights
+from linvit.training.engine.determinism import without_cudnn_attention
+from linvit.training.engine.diagnosis import Diverged
+from linvit.training.engine.loop import Engine, Output
+from linvit.training.engine.phases import Phase
+from linvit.training.processes import make_processes
+from tests.training.toys import PLAIN, Plain, ToySource, same, small_model, weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,12 +41,12 @@ def make(
 ):
     config = Config(**{**PLAIN, **SETTINGS, **settings})
     model = small_model(plan, embed_dim=32, drop_path_rate=0.2)
-    phases = [Phase(stage, loss) for stage in config.plan_of_stages()]
-    return Engine(make_accelerator(config), model, config, OnDevice(), phases, folder=folder, watch=watch)
+    phases = [Phase(stage, Plain(loss)) for stage in config.plan_of_stages()]
+    return Engine(make_processes(config), model, config, OnDevice(), phases, output=Output(folder, watch))
 
 
 @pytest.mark.parametrize("keys", [64, 192, 576])
-def test_gradients_of_far_logits_are_numbers(keys: int) -> None:
+def test_gradients_of_far_logits_are_finite(keys: int) -> None:
     """cuDNN's are not, with so many keys on Hopper."""
     q, k, v = (torch.randn(2, 2, keys, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     q[..., 0], k[..., 0] = 1.0, -120 * 32**0.5
@@ -95,8 +96,8 @@ def test_the_same_bits_twice_with_many_tokens(plan: str | None, precision: str) 
         model = small_model(img_size=128, embed_dim=128, num_heads=2)
         if plan:
             linvit.convert(model, plan)
-        phases = [Phase(stage, objective) for stage in config.plan_of_stages()]
-        made = Engine(make_accelerator(config), model, config, Large(), phases)
+        phases = [Phase(stage, Plain(objective)) for stage in config.plan_of_stages()]
+        made = Engine(make_processes(config), model, config, Large(), phases)
         made.run()
         found.append(weights(made.model))
     assert same(found[0], found[1]) and same(found[0], found[2])
@@ -112,10 +113,10 @@ def test_a_recorded_step_has_the_same_bits(plan: str | None, compile: str, optim
 
     recorded = make(plan=plan, watch=watch, precision="bf16", compile=compile, optimiser=optimiser)
     recorded.run()
-    assert recorded.capture.recordings and not notes
+    assert recorded.stepper.capture.recordings and not notes
     plain = make(plan=plan, precision="bf16", compile=compile, optimiser=optimiser, cuda_graph=False)
     plain.run()
-    assert not plain.capture.recordings
+    assert not plain.stepper.capture.recordings
     assert same(weights(recorded.model), weights(plain.model))
 
 
@@ -131,7 +132,7 @@ def test_a_step_that_asks_the_host_runs_unrecorded() -> None:
 
     made = make(loss=asking, watch=watch, precision="bf16")
     made.run()
-    assert not made.capture.recordings and "runs without" in notes[0]
+    assert not made.stepper.capture.recordings and "runs without" in notes[0]
     plain = make(loss=asking, precision="bf16", cuda_graph=False)
     plain.run()
     assert same(weights(made.model), weights(plain.model))
@@ -141,7 +142,7 @@ def test_a_step_that_asks_the_host_runs_unrecorded() -> None:
 def test_recorded_augmentation_is_the_augmentation(recipe: str) -> None:
     from linvit.tasks.classify.augmenting import Augmenter, Draws
     from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
-    from linvit.training.capture import Replayed
+    from linvit.training.engine.capture import Replayed
     from linvit.training.recipes import recipe as named
 
     place = torch.device("cuda")

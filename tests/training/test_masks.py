@@ -8,9 +8,11 @@ import torch
 
 import linvit
 from linvit.attention.castling import Castling
+from linvit.training.callbacks.callback import Position
+from linvit.training.callbacks.masks import Masks
+from linvit.training.config import Stage
 from linvit.training.logs import read_log
-from linvit.training.masks import Masks
-from tests.training.toys import engine, same, small_model, train, weights
+from tests.training.toys import callback, engine, same, small_model, train, weights
 
 
 def castled(threshold: float | None = 0.1) -> torch.nn.Module:
@@ -49,8 +51,7 @@ def test_a_second_training_begins_with_the_whole_branch(tmp_path: Path) -> None:
     for name in "ab":
         train(model, tmp_path / name, sparse_anneal=0.5, log_steps=1)
         assert next(r["kept"]["scale"] for r in read_log(tmp_path / name) if r["kind"] == "train") == 1
-    made = engine(model)
-    made.masks.before(0)
+    callback(engine(model), Masks).before_step(Position(Stage("train"), 0, 0, 8))
     assert all(m.sparse_scale == 1 for m in model.modules() if isinstance(m, Castling))
 
 
@@ -67,5 +68,4 @@ def test_annealing_over_the_whole_training(tmp_path: Path) -> None:
 
 
 def test_other_models_have_no_masks() -> None:
-    made = engine(small_model("stella"))
-    assert not made.masks.names and made.masks.take_history(3) is None
+    assert callback(engine(small_model("stella")), Masks) is None

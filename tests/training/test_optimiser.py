@@ -12,11 +12,10 @@ import linvit
 from linvit.conversion.saving import note
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage, override
-from linvit.training.muon import Muon, matrices_in
-from linvit.training.optimiser import clip, make_optimiser, select_trainable
-from linvit.training.phases import check_muon
+from linvit.training.optimisation.muon import Muon, matrices_in
+from linvit.training.optimisation.optimiser import check_trainable, clip, make_optimiser, select_trainable
+from linvit.training.optimisation.schedule import Schedule, stage_schedule
 from linvit.training.recipes import recipe
-from linvit.training.schedule import Schedule, stage_schedule
 from tests.training.toys import engine, small_model
 
 
@@ -124,7 +123,7 @@ def test_rates_of_matrices_and_of_what_conversion_added(optimiser: str) -> None:
     made = engine(model, optimiser=optimiser, **settings)
     made.run()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    rates = {names[id(p)]: group["lr"] for group in made.optimiser.param_groups for p in group["params"]}
+    rates = {names[id(p)]: group["lr"] for group in made.stepper.optimiser.param_groups for p in group["params"]}
     assert len(rates) == len(names) and rates["head.weight"] == rates["blocks.0.norm1.bias"] == 1e-3
     assert rates["blocks.0.mlp.fc1.weight"] == (4e-3 if optimiser == "muon" else 1e-3)
     added = [rate for name, rate in rates.items() if ".mechanism." in name]
@@ -215,7 +214,7 @@ def test_what_decays_in_qtvit_is_what_decays_in_its_code() -> None:
 def test_short_trainings_warm_up_for_half_of_their_steps() -> None:
     config = override(recipe("mixa"), ["epochs=10"])  # ten epochs of warm-up, of 150
     rate = stage_schedule(config, config.plan_of_stages()[0], 1000, 100)
-    assert rate.warmup == 500 and rate(999) < 0.11 * config.peak_lr
+    assert rate.warmup == 500 and rate(999) < 0.11 * config.scaled(config.lr)
 
 
 def test_the_cool_down_of_a_constant_rate() -> None:
@@ -266,6 +265,6 @@ def test_muon_leaves_tables_alone() -> None:
 @pytest.mark.parametrize("which", ["attention", "nothing_here", "bias"])
 def test_muon_without_a_matrix_is_a_mistake(which: str) -> None:
     with pytest.raises(LinvitError, match=f"muon={which}: no matrix of the model is called so"):
-        check_muon(small_model(), Config(optimiser="muon", muon=which))
-    check_muon(small_model(), Config(muon=which))
-    check_muon(small_model("stella"), Config(optimiser="muon", muon="attention"))
+        check_trainable(small_model(), Config(optimiser="muon", muon=which))
+    check_trainable(small_model(), Config(muon=which))
+    check_trainable(small_model("stella"), Config(optimiser="muon", muon="attention"))

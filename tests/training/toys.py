@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 import linvit
 from linvit.training.config import Config, Stage
-from linvit.training.engine import Engine, Outcome, Phase
-from linvit.training.processes import make_accelerator
+from linvit.training.contract import Batch, Objective, Task
+from linvit.training.engine.loop import Engine, Outcome, Output
+from linvit.training.engine.phases import Phase
+from linvit.training.processes import make_processes
 
 SMALL = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
 PLAIN = {"precision": "fp32", "batch_size": 8, "epochs": 2, "warmup_epochs": 0.5, "lr": 1e-2, "checkpoint_seconds": 1e9}
@@ -51,6 +53,28 @@ def cross_entropy(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str
     return {"loss": F.cross_entropy(model(images), targets)}
 
 
+class Plain(Objective):
+    """An objective from a function of a model, images and targets."""
+
+    def __init__(self, function: Callable[..., dict[str, Tensor]]) -> None:
+        self.function = function
+
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return self.function(model, *batch)
+
+
+class Measured(Task):
+    """A task whose metrics are a function's."""
+
+    best = "top1"
+
+    def __init__(self, function: Callable[[nn.Module], Mapping[str, float]]) -> None:
+        self.function = function
+
+    def metrics(self, model: nn.Module) -> Mapping[str, float]:
+        return self.function(model)
+
+
 def accuracy(model: nn.Module) -> Mapping[str, float]:
     source = ToySource()
     return {"top1": 100 * (model(source.pictures).argmax(-1) == source.labels).float().mean().item()}
@@ -68,14 +92,20 @@ def engine(
     **settings: Any,
 ) -> Engine:
     config = Config(**{**PLAIN, **settings}, stages=stages)
-    accelerator = make_accelerator(config, "cpu")
+    processes = make_processes(config, "cpu")
     if source is None:
-        batch = config.batch_size // (config.accumulate * accelerator.num_processes)
-        source = ToySource(batch, rank=accelerator.process_index, world=accelerator.num_processes)
+        batch = config.batch_size // (config.accumulate * processes.world)
+        source = ToySource(batch, rank=processes.rank, world=processes.world)
+    objective = objective if isinstance(objective, Objective) else Plain(objective)
     phases = [Phase(stage, objective) for stage in config.plan_of_stages()]
     model = small_model() if model is None else model
-    options: dict[str, Any] = {"folder": folder, "evaluate": evaluate, "watch": watch, "models": models}
-    return Engine(accelerator, model, config, source, phases, **options)
+    task = Measured(evaluate) if evaluate is not None else None
+    return Engine(processes, model, config, source, phases, task=task, output=Output(folder, watch, models=models))
+
+
+def callback(made: Engine, kind: type[Any]) -> Any:
+    """The run's callback of this kind."""
+    return next((callback for callback in made.callbacks if isinstance(callback, kind)), None)
 
 
 def train(*args: Any, resume: bool = False, **kwargs: Any) -> tuple[Engine, Outcome]:

@@ -74,6 +74,16 @@ def words(text: str, known: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
+def square_size(text: str) -> int | None:
+    """`224` as a number of pixels, for verbs whose images are square; none where nothing is given."""
+    if not text:
+        return None
+    height, width = image_size(text)
+    if height != width:
+        raise LinvitError(f"images are square here: give --size {height} or --size {width}, not '{text}'")
+    return height
+
+
 def pairs(given: list[str] | None, option: str) -> dict[str, Any]:
     """`name=value` pairs, each value read as JSON where it is JSON: 2, true, null."""
     found: dict[str, Any] = {}

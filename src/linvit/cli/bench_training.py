@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from linvit.cli.arguments import Loader, ModelArg, Root, Settings, Workers, pairs
 from linvit.cli.bench import Device, Output, Resume, default_path, find_device
 from linvit.cli.output import Json, print_json, progress
-from linvit.cli.train import name_of, start
 
 
 def training(
     model: Annotated[str, typer.Argument(help="A timm model, such as vit_tiny_patch16_224.")],
     data: Annotated[str, typer.Option(help="As for `linvit train`.")] = "digits",
-    to: Annotated[str, typer.Option(help="Plans or mechanisms to convert to, with commas, beside softmax.")] = "stella",
+    plan: Annotated[str, typer.Option(help="Plans to convert by, with commas, beside softmax.")] = "stella",
     recipe: Annotated[str, typer.Option(help="Whose batches, augmentation, optimiser, losses and stages.")] = "deit",
     set_: Settings = None,
     steps: Annotated[int, typer.Option(help="Steps of each training.")] = 200,
@@ -33,43 +32,43 @@ def training(
     Of a recipe in stages that is the longest one's; the seconds are those of all stages for all their epochs.
 
     \b
-    Example: linvit bench training vit_tiny_patch16_224 --model-arg img_size=128 --data photos.tar --to stella
+    Example: linvit bench training vit_tiny_patch16_224 --model-arg img_size=128 --data photos.tar --plan stella
     """
     import copy
 
     import linvit
-    from linvit.conversion.plan import as_plan
+    from linvit.conversion.plan import parse_plan, split_plans
     from linvit.measurement import record
     from linvit.tasks.classify import open_data
-    from linvit.tasks.classify.resident import Held
+    from linvit.tasks.classify.fitting import Sets
+    from linvit.tasks.classify.training import name_of, start
     from linvit.tasks.classify.training_speed import training_speed
     from linvit.training.config import override
-    from linvit.training.distillation import open_teacher
+    from linvit.training.objectives.teacher import open_teacher
     from linvit.training.recipes import recipe as named_recipe
 
     place = find_device(device)
     config = override(named_recipe(recipe, name_of(model)), set_ or [])
     args = pairs(model_arg, "--model-arg")
     train, _ = open_data(data, root=root)
-    names = ["softmax", *(name.strip() for name in to.split(",") if name.strip() not in ("", "softmax"))]
-    plans = {name: as_plan(name) for name in names}  # a wrong name is told before anything is trained
+    names = ["softmax", *(name for name in split_plans(plan) if name != "softmax")]
+    plans = {name: parse_plan(name) for name in names}  # a wrong name is told before anything is trained
     head = {"kind": "bench training", "version": 1, "model": model, "args": args, "data": data, "steps": steps}
     head |= {"recipe": config.to_dict(), "images": len(train)}
     path = resume or output or default_path(f"bench-training-{model}")
     file = record.ResultFile(path, head, record.environment(place), resume=resume is not None)
     done = {row["attention"] for row in file.rows}
-    left = {name: plan for name, plan in plans.items() if name not in done}
-    held = Held()
+    left = {name: one for name, one in plans.items() if name not in done}
+    sets = Sets(train, loader=loader, workers=workers, held={})
     with progress(f"training {model}", len(left)) as advance:
-        for name, plan in left.items():
+        for name, one in left.items():
             built = start(model, False, dict(args), train.class_count, config.seed)
             teacher = None
             if config.needs_teacher:
                 teacher = open_teacher(config.teacher) if config.teacher else copy.deepcopy(built)
             if name != "softmax" or config.stages:  # stages align layers of ours, so softmax's have to be ours too
-                linvit.convert(built, plan)
-            options: dict[str, Any] = {"teacher": teacher, "held": held, "loader": loader, "workers": workers}
-            row = training_speed(built, train, config, steps=steps, device=device, **options)
+                linvit.convert(built, one)
+            row = training_speed(built, sets, config, steps=steps, device=device, teacher=teacher)
             file.add({"attention": name, **row})
             advance()
     result = file.finish()

@@ -97,7 +97,7 @@ def compare(
         store.ask(comparison)
     from linvit.cli.compare_output import print_left_out, print_summary, screen
 
-    first = os.environ.get("RANK", "0") == "0"  # of the processes that `accelerate launch` starts, one speaks
+    first = os.environ.get("RANK", "0") == "0"  # of the processes that `torchrun` starts, one speaks
     if first:
         print_left_out(request, sys.stderr)
     try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from linvit.cli.arguments import Loader, ModelArg, Root, Workers, pairs
+from linvit.cli.arguments import Loader, ModelArg, Root, Workers, pairs, square_size
 from linvit.cli.output import Json, console, print_json, progress, table
+from linvit.cli.train_output import first_process, print_note
 from linvit.errors import LinvitError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def eval_(
     teacher: Annotated[
         str, typer.Option(metavar="MODEL_OR_DIR", help="Also say how often the model agrees with this one.")
     ] = "",
+    size: Annotated[str, typer.Option(help="Image size, such as 384; the model's own unless told.")] = "",
     split: Annotated[
         str,
         typer.Option(
@@ -47,63 +48,38 @@ def eval_(
     \b
     Example: linvit eval runs/mixa/best --data imagenet --teacher deit_tiny_patch16_224
     """
-    from linvit.conversion.opening import open_model
-    from linvit.tasks.classify import Preprocessing
-    from linvit.tasks.classify.checks import check_teacher_size, outputs_of
-    from linvit.tasks.classify.classes import match_classes
-    from linvit.tasks.classify.data import open_split, undivided
-    from linvit.tasks.classify.fitting import SourceMaker
-    from linvit.tasks.classify.metrics import evaluate
-    from linvit.training.config import Config
-    from linvit.training.distillation import Teacher, check_teacher, open_teacher
-    from linvit.training.objectives import LOWERED
-    from linvit.training.processes import make_accelerator
+    from linvit import tasks
 
     if output is not None and not output.parent.is_dir():
         raise LinvitError(f"no folder {output.parent} to put {output.name} in; make it first")
     if output is not None and output.is_dir():
         raise LinvitError(f"{output} is a folder: give a file")
-    config = Config(batch_size=batch, precision=precision)
-    accelerator = make_accelerator(config, device)
-    images = open_split(data, split or "auto", root=root, unlabelled=True)
-    if not split and undivided(images) and was_held_out(model, len(images)):
-        images = open_split(data, "validation", root=root, unlabelled=True)
-    elif not split and undivided(images):
-        print(f"{data} has no splits: all {len(images):,} images are measured", file=sys.stderr)
-    if not (images.labelled or teacher):
-        raise LinvitError(f"{data} has no labels: put images in CLASS folders, or give --teacher to compare with")
-    built = open_model(model, pretrained=pretrained, args=pairs(model_arg, "--model-arg")).to(accelerator.device)
-    images = match_classes(images, built, outputs_of(built))
-    if images.note and accelerator.is_main_process:
-        print(images.note, file=sys.stderr)
-    other = None
-    if teacher:
-        guide = open_teacher(teacher)
-        check_teacher(guide, built)
-        check_teacher_size(guide, Preprocessing.of(built).size, len(Preprocessing.of(built).mean))
-        other = Teacher(guide.to(accelerator.device), student=built, precision=LOWERED.get(precision))
-    make = SourceMaker(accelerator, config, Preprocessing.of(built), outputs_of(built), loader, workers, progress)
-    with accelerator.autocast():
-        found = evaluate(built, make(images, None), classes=images.classes, teacher=other, labelled=images.labelled)
-    if not accelerator.is_main_process:
+    found = tasks.evaluate(
+        model,
+        data,
+        teacher=teacher or None,
+        size=square_size(size),
+        split=split,
+        batch=batch,
+        precision=precision,
+        pretrained=pretrained,
+        model_args=pairs(model_arg, "--model-arg"),
+        root=root,
+        loader=loader,
+        workers=workers,
+        device=device,
+        watch=print_note,
+        progress=progress,
+    )
+    if not first_process():
         return
-    if found.broken:
-        some = f"{found.broken:,} of {len(found.labels):,} images"
-        raise LinvitError(f"{model} gives no numbers for {some}: try --precision fp32, or train it again")
     if as_json:
-        numbers = {**found.metrics(), **({"per_class": found.per_class} if images.labelled else {})}
+        numbers = {**found.metrics(), **({"per_class": found.per_class} if found.labelled else {})}
         print_json({"model": model, "data": data, "split": split or "auto", "images": len(found.labels), **numbers})
     else:
         print_evaluation(found, per_class)
     if output is not None:
         found.save(output)
-
-
-def was_held_out(model: str, images: int) -> bool:
-    """Whether the model is from a training that held out a part of a set of so many images."""
-    from linvit.conversion.saving import read_config
-
-    return Path(model).is_dir() and read_config(Path(model)).held_out_of == images
 
 
 def print_evaluation(found: Evaluation, per_class: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,18 +13,28 @@ PATIENCE = 10.0  # seconds between two lines where there is no terminal
 Watch = Callable[[dict[str, Any]], None]
 
 
+def first_process() -> bool:
+    """Whether this is the one of the processes that `torchrun` started which talks to the user."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
-def screen(shown: bool) -> Iterator[Watch | None]:
+def screen(notes_only: bool = False) -> Iterator[Watch]:
     """A function that takes the run's records. On stderr, so that stdout holds the result alone."""
     from rich.console import Console
 
     errors = Console(stderr=True, highlight=False)
-    if not shown:
-        yield None
+    if notes_only or not first_process():
+        yield print_note
     elif errors.is_terminal:
         yield from bar(errors)
     else:
         yield plain()
+
+
+def print_note(record: dict[str, Any]) -> None:
+    if record["kind"] == "note":
+        print(record["text"], file=sys.stderr)
 
 
 def bar(errors: Any) -> Iterator[Watch]:
@@ -55,11 +66,10 @@ def plain() -> Watch:
 
     def watch(record: dict[str, Any]) -> None:
         nonlocal last
-        if record["kind"] == "note":
-            print(record["text"], file=sys.stderr)
-        elif record["kind"] == "eval":
+        print_note(record)
+        if record["kind"] == "eval":
             print(f"step {record['step']}: {score(record)}", file=sys.stderr)
-        elif time.monotonic() - last > PATIENCE:
+        elif record["kind"] == "train" and time.monotonic() - last > PATIENCE:
             last = time.monotonic()
             print(f"step {record['step']} of {record['steps']}: {words(record)}", file=sys.stderr)
 

@@ -17,7 +17,7 @@ import torch
 
 from linvit.comparison.building import become, build_softmax
 from linvit.comparison.grid import SOFTMAX, Task
-from linvit.comparison.running import facts, fixed_threads, read_config, threads
+from linvit.comparison.running import facts, fixed_threads, threads
 from linvit.comparison.store import Store
 from linvit.errors import LinvitError
 from linvit.measurement.record import hardware
@@ -98,7 +98,7 @@ def build(identity: dict[str, Any], candidate: dict[str, Any] | None = None) -> 
 def work_of(macs: int, identity: dict[str, Any], data: dict[str | None, dict[str, Any]]) -> float:
     """The MACs of a whole run; a teacher's pass over every image where there is one."""
     images = data[identity["data"]["digest"]]
-    config = read_config(identity["config"])
+    config = Config.from_dict(identity["config"])
     epochs = sum(stage.epochs for stage in config.plan_of_stages())
     passes = 4 if config.needs_teacher else 3
     return macs * (passes * images["train"] * epochs + images["validation"] * (1 + epochs / config.eval_epochs))
@@ -126,7 +126,7 @@ def speed_of(
 
 def calibrate(identity: dict[str, Any], device: str) -> float:
     """MACs a second in training steps of the softmax model."""
-    config = read_config(identity["config"])
+    config = Config.from_dict(identity["config"])
     macs = count({**identity, "candidate": SOFTMAX})["macs"]
     model = build(identity, SOFTMAX).to(device).train()
     batch = max(1, min(config.batch_size, int(STEP / macs))) if device == "cpu" else config.batch_size

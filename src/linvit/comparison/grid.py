@@ -15,13 +15,14 @@ import timm
 import torch
 
 from linvit.attention import list_mechanisms, mechanism_class
+from linvit.codec import to_plain
 from linvit.comparison.candidates import chosen, name_of, paper_of, plan_of, read_candidate
 from linvit.comparison.identity import describe_data, describe_teacher, digest, key_of
 from linvit.comparison.spec import OWN, Comparison
 from linvit.conversion.convert import own_size
 from linvit.conversion.rebuilding import rebuild
 from linvit.errors import LinvitError, unknown
-from linvit.training.config import Config, override, plain
+from linvit.training.config import Config, override
 from linvit.training.recipes import recipe as named_recipe
 
 OWN_SIZES = {"fair": (4, 224), "vit": (16, 224)}  # patch and image size unless told
@@ -127,7 +128,7 @@ class Expansion:
         name, args = given["model"], {key: value for key, value in given.items() if key != "model"}
         if name in OWN:
             self.own_patch, size = OWN_SIZES[name]
-            return plain({"model": name, **OWN[name], **args}), size
+            return to_plain({"model": name, **OWN[name], **args}), size
         if not self.part.teacher:
             args.setdefault("num_classes", self.data["classes"])
         model = probe(name, args)
@@ -135,7 +136,7 @@ class Expansion:
         self.own_patch = patch if isinstance(patch, int | None) else patch[0]
         self.classes = model.num_classes
         args.pop("num_classes", None)
-        return plain({"model": name, **args}), size or own_size(model)[0]
+        return to_plain({"model": name, **args}), size or own_size(model)[0]
 
     def tasks(self) -> Iterator[Task]:
         named, everything = chosen(self.part.candidates)
@@ -262,7 +263,7 @@ def make_config(recipe: str, model: str, settings: Iterable[str]) -> Config:
 
 def at_size(config: Config, size: int) -> Config:
     """The recipe at the grid's image size and no other."""
-    return replace(config, input_size=size, random_sizes=())
+    return replace(config, size=size, random_sizes=())
 
 
 def probe(name: str, args: dict[str, Any]) -> Any:

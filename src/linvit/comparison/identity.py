@@ -19,8 +19,7 @@ import numpy as np
 from linvit.conversion.saving import CONFIG, WEIGHTS, SavedConfig, read_config
 from linvit.errors import LinvitError
 from linvit.tasks.classify.data import Digits, Images, open_data
-from linvit.training.config import RETIRED, Config
-from linvit.training.engine import FREE
+from linvit.training.config import FREE, RETIRED, Config
 
 SIZED = 10_000  # so many images' file sizes go into a set's digest; the names of all do
 DEFAULTS = Config().to_dict()

@@ -27,7 +27,7 @@ from linvit.errors import LinvitError
 from linvit.measurement import clock
 from linvit.measurement.model_speed import inference_call, training_call
 from linvit.measurement.record import environment
-from linvit.training.capture import recording
+from linvit.training.engine.capture import recording
 
 SOFTMAX: dict[str, Any] = {"name": "softmax", "options": {}}
 BUDGETS = {"cpu": 0.4, "cuda": 0.15}  # seconds for each point and model

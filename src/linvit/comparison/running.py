@@ -14,13 +14,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from linvit.comparison.drift import measure_drift
@@ -34,17 +32,18 @@ from linvit.measurement.macs import count_macs
 from linvit.measurement.parameters import count_parameters
 from linvit.measurement.record import environment, package
 from linvit.tasks.classify.checks import check_same
-from linvit.tasks.classify.fitting import Fitting
+from linvit.tasks.classify.fitting import Fitting, Sets
 from linvit.tasks.classify.metrics import Evaluation
-from linvit.training.config import RETIRED, Config, Stage
+from linvit.training.config import Config
+from linvit.training.engine.determinism import repeatable
+from linvit.training.engine.loop import Output
 from linvit.training.logs import read_log
-from linvit.training.processes import make_accelerator
-from linvit.training.repeating import repeatable
+from linvit.training.processes import Processes, make_processes
 
 VERSION = 1  # of the result files
 THREADS = 4  # at most, of a training on the CPU
 SMALL = 2e9  # MACs of a step below which it has one
-PACKAGES = ("torch", "torchvision", "timm", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn", "triton")
+PACKAGES = ("torch", "torchvision", "timm", "safetensors", "numpy", "scipy", "scikit-learn", "triton")
 SHARED = Shared()
 Watch = Callable[[dict[str, Any]], None]
 
@@ -74,39 +73,35 @@ def execute(
 
 def train(task: Task, store: Store, device: str, shared: int, watch: Watch | None) -> dict[str, Any]:
     """A run or a teacher."""
-    config = read_config(task.identity["config"])
-    accelerator = make_accelerator(config, device)
-    memory = Memory(accelerator.device, watch)
+    config = Config.from_dict(task.identity["config"])
+    processes = make_processes(config, device)
+    memory = Memory(processes.device, watch)
     try:
-        with fixed_threads(accelerator.device, threads()):
-            bench = SHARED.prepare(task, store, config, accelerator.device)
+        with fixed_threads(processes.device, threads()):
+            bench = SHARED.prepare(task, store, config, processes.device)
             bench.facts = bench.facts or facts(bench.model, task.identity["size"])
-        with fixed_threads(accelerator.device, threads(bench.facts["macs"] * config.batch_size)):
-            found = train_on(bench, task, store, accelerator, memory)
+        with fixed_threads(processes.device, threads(bench.facts["macs"] * config.batch_size)):
+            found = train_on(bench, task, store, processes, memory)
     except BaseException:
         SHARED.forget()
         raise
     if config.mesa:  # its stages belong to the moving average of this run
         SHARED.forget()
-    found["training"] |= {"peak_bytes": memory.peak, "device": accelerator.device.type, "shared": shared}
+    found["training"] |= {"peak_bytes": memory.peak, "device": processes.device.type, "shared": shared}
     return found
 
 
-def train_on(bench: Bench, task: Task, store: Store, accelerator: Accelerator, memory: Memory) -> dict[str, Any]:
-    config, sets = read_config(task.identity["config"]), SHARED.data(task)
+def train_on(bench: Bench, task: Task, store: Store, processes: Processes, memory: Memory) -> dict[str, Any]:
+    config, sets = Config.from_dict(task.identity["config"]), SHARED.data(task)
     work = store.work_folder(task.key)
     fitting = Fitting(
         bench.model,
-        *sets,
+        Sets(*sets, held=SHARED.held),
         config,
         teacher=bench.guide,
-        folder=work,
-        accelerator=accelerator,
-        watch=memory.hear,
-        identity={"task": task.key},
+        processes=processes,
+        output=Output(work, memory.hear, {"task": task.key}, models=False),
         phases=bench.phases,
-        held=SHARED.held,
-        models=False,
     )
     bench.phases = fitting.phases
     clear_foreign(work, fitting)
@@ -119,7 +114,7 @@ def train_on(bench: Bench, task: Task, store: Store, accelerator: Accelerator, m
         save(fitting.shown, store.teacher_folder(task.key))
     evaluations = list({record["step"]: record for record in read_log(work) if record["kind"] == "eval"}.values())
     found: dict[str, Any] = {
-        "environment": {**environment(accelerator.device), "packages": packages()},
+        "environment": {**environment(processes.device), "packages": packages()},
         "data": {**task.identity["data"], "train": len(sets[0]), "validation": len(final.labels)},
         "model": bench.facts,
         "accuracy": accuracy(final, evaluations),
@@ -194,7 +189,7 @@ class Memory:
 
 def clear_foreign(work: Path, fitting: Fitting) -> None:
     """Begin again where the work folder cannot be gone on with: another version's, or damaged."""
-    checkpoints = fitting.engine.keeper.checkpoints
+    checkpoints = fitting.engine.state.files
     if not work.exists() or checkpoints is None:
         return
     try:
@@ -202,21 +197,6 @@ def clear_foreign(work: Path, fitting: Fitting) -> None:
         checkpoints.latest(lambda text: None)
     except LinvitError:
         shutil.rmtree(work)
-
-
-def read_config(data: dict[str, Any]) -> Config:
-    """The recipe's values from plain data."""
-    known = {field.name for field in fields(Config)}
-    data = {name: value for name, value in data.items() if name not in RETIRED}
-    odd = sorted(data.keys() - known)
-    if odd:
-        raise LinvitError(f"this linvit knows no setting '{odd[0]}': upgrade it")
-    values = tupled(data)
-    return Config(**{**values, "stages": tuple(Stage(**tupled(stage)) for stage in data.get("stages", ()))})
-
-
-def tupled(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from linvit.tasks.classify.data import Images, Stream, open_data
 from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Held
 from linvit.training.config import Config
-from linvit.training.distillation import open_teacher
-from linvit.training.phases import Phase
+from linvit.training.engine.phases import Phase
+from linvit.training.objectives.teacher import open_teacher
 
 HELD = 6  # decoded sets that stay, the latest ones
 CALIBRATION, BATCH = 256, 64  # images to measure layers on, and how many at once

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from linvit.codec import to_plain
 from linvit.errors import LinvitError, unknown
-from linvit.training.config import plain
 
 MODES = ("scratch", "distil")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -117,7 +117,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` reads it back."""
-        data = cast(dict[str, Any], plain(asdict(self)))
+        data = cast(dict[str, Any], to_plain(self))
         data["also"] = [{key: value for key, value in part.items() if value not in (None, [])} for part in data["also"]]
         if self.measure.sizes is None:
             del data["measure"]["sizes"]

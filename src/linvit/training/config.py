@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-import types
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+from linvit import codec
 from linvit.errors import LinvitError, unknown
 
 CHOICES = {
@@ -28,7 +28,7 @@ CHOICES = {
 }
 POSITIVE = (
     *("lr", "lr_batch", "muon_lr", "added_lr", "eps", "epochs", "batch_size", "repeats", "accumulate", "eval_epochs"),
-    *("log_steps", "temperature", "test_crop", "input_size", "random_sizes"),
+    *("log_steps", "temperature", "test_crop", "size", "random_sizes"),
 )
 NOT_NEGATIVE = (
     *("warmup_epochs", "cooldown_epochs", "weight_decay", "min_lr", "warmup_lr", "clip_norm", "clip_value"),
@@ -40,6 +40,7 @@ SHARES = (
     *("mesa_start", "sparse_anneal"),
 )
 RETIRED = ("sparse_empty",)  # fields of earlier results that no longer mean anything
+FREE = ("log_steps", "checkpoint_seconds")  # settings that a resumed run may change
 OBJECTIVES = ("alignment", "features", "supervised")
 INPUTS = ("teacher", "student")
 
@@ -114,7 +115,7 @@ class Config:
     deterministic: bool = True  # a resumed run equals an uninterrupted one bit for bit; false may be faster
 
     # Data and its augmentation.
-    input_size: int | None = None  # None: the model's own
+    size: int | None = field(default=None, metadata={"key": "input_size"})  # of images; None: the model's own
     random_sizes: tuple[int, ...] = ()  # a size for each step, drawn from these
     test_crop: float | None = None  # None: the model's own
     train_interpolation: str = "model"  # its own, or random, bilinear, bicubic; the resident loader's is bilinear
@@ -175,12 +176,8 @@ class Config:
         if len({stage.name for stage in self.stages}) < len(self.stages):
             raise LinvitError("two stages have one name")
 
-    @property
-    def peak_lr(self) -> float:
-        """The learning rate at this batch size."""
-        return self.scaled(self.lr)
-
     def scaled(self, lr: float) -> float:
+        """A learning rate at this batch size."""
         return lr * self.batch_size / self.lr_batch if self.lr_batch else lr
 
     def plan_of_stages(self) -> tuple[Stage, ...]:
@@ -199,13 +196,12 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return cast(dict[str, Any], plain(asdict(self)))
+        return cast(dict[str, Any], codec.to_plain(self))
 
-
-def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Config:
+        """What `to_dict` gave, in this version of linvit or an earlier one."""
+        return codec.from_plain(cls, {k: v for k, v in data.items() if k not in RETIRED}, "the recipe")
 
 
 def check(what: str, value: str, known: tuple[str, ...]) -> None:
@@ -242,16 +238,16 @@ def override(config: Config, settings: Iterable[str]) -> Config:
         if not equals:
             raise LinvitError(f"--set takes field=value, got '{setting}'")
         if name.startswith("stages."):
-            _, stage, field = (*name.split(".", 2), "")[:3]
+            _, stage, key = (*name.split(".", 2), "")[:3]
             if not stages:
                 raise LinvitError(f"recipe {config.recipe} has no stages: leave out {name}, or set what it has")
             if stage not in stages:
                 raise unknown(f"stage of recipe {config.recipe}", stage, stages)
-            value = read(Stage, field, text)
-            if field == "epochs":
+            value = read(Stage, key, text)
+            if key == "epochs":
                 (left_out.add if value == 0 else left_out.discard)(stage)
-            if stage not in left_out or field != "epochs":
-                stages[stage] = replace(stages[stage], **{field: value})
+            if stage not in left_out or key != "epochs":
+                stages[stage] = replace(stages[stage], **{key: value})
         elif name in ("recipe", "stages"):
             raise LinvitError(f"{name} cannot be set: choose a recipe, or set stages.NAME.FIELD")
         else:
@@ -269,39 +265,7 @@ def override(config: Config, settings: Iterable[str]) -> Config:
 
 def read(owner: type[Config] | type[Stage], name: str, text: str) -> Any:
     """A field's value from text."""
-    hints = get_type_hints(owner)
-    if name not in {field.name for field in fields(owner)}:
-        raise unknown("setting", name, hints)
-    try:
-        return convert(text.strip(), hints[name])
-    except ValueError:
-        raise LinvitError(f"{name}={text}: {words(hints[name])} expected") from None
-
-
-def words(kind: Any) -> str:
-    """A type as people say it."""
-    parts = get_args(kind)
-    if get_origin(kind) in (Union, types.UnionType):
-        return f"{words(parts[0])} or none"
-    if get_origin(kind) is tuple:
-        return "numbers with commas between" if parts[-1] is Ellipsis else f"{len(parts)} numbers with a comma between"
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a word")
-
-
-def convert(text: str, kind: Any) -> Any:
-    """Text as a value of this type; ValueError where it is none."""
-    if get_origin(kind) in (Union, types.UnionType):
-        if text.lower() in ("none", "off"):
-            return None
-        kind = next(option for option in get_args(kind) if option is not type(None))
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)
-        parts = [part for part in text.strip("()[]").split(",") if part.strip()]
-        if inner[-1] is not Ellipsis and len(parts) != len(inner):
-            raise ValueError
-        return tuple(convert(part.strip(), inner[0]) for part in parts)
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError
-        return text.lower() == "true"
-    return kind(text)
+    kinds = codec.hints(owner)  # type: ignore[arg-type]
+    if name not in kinds:
+        raise unknown("setting", name, kinds)
+    return codec.parse(text, kinds[name], name)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from linvit.errors import LinvitError
+from linvit.files import write
 
 LOG = "log.jsonl"
 
@@ -50,7 +50,7 @@ class Log:
 
 
 def written(value: Any) -> Any:
-    """As JSON has it: what is no number, a gradient's norm in half precision say, is null."""
+    """As JSON has it: NaN and infinity, a gradient's norm in half precision say, are null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -73,9 +73,7 @@ def cut_log(folder: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [record for record in lines(path) if record["step"] <= step]
-    beside = path.with_name(f".{LOG}")
-    beside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(beside, path)
+    write(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

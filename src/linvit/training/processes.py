@@ -1,70 +1,112 @@
-"""One process or many, through accelerate: where the run is, and what the processes tell each other.
+"""One process or many: where a run is, and what its processes tell each other.
 
-Gradients are averaged in one piece after the backward pass. A wrapper around the model would do it during the pass, but
-it wants to see the model called as a whole, and alignment calls its layers one by one.
+`torchrun` (and `accelerate launch`) start several and say in the environment which is which. They talk through gloo on
+the CPU and NCCL on CUDA. Gradients are averaged by DistributedDataParallel during the backward pass (engine/step.py);
+the rest, which is little, goes through here.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState
-from torch import Tensor, nn
+from torch import Tensor
+from torch import distributed as dist
 
 from linvit.errors import LinvitError
 from linvit.training.config import Config
-from linvit.training.repeating import prepare
+from linvit.training.engine.determinism import prepare_cublas
+
+LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_accelerator(config: Config, device: str = "auto") -> Accelerator:
-    """Accelerate's handle, for `accelerate launch`, `torchrun` or a plain process. `device` is auto, cpu or cuda."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise LinvitError(f"device {device}: give auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise LinvitError("PyTorch sees no CUDA device here: give --device cpu")
-    if config.precision == "fp16" and (device == "cpu" or not torch.cuda.is_available()):
-        raise LinvitError("precision=fp16 needs a GPU: set precision=bf16 or fp32")
+class Processes:
+    """This process among those of a run: its device, rank and precision. `device` is auto, cpu or cuda."""
+
+    def __init__(self, device: str = "auto", precision: str = "fp32") -> None:
+        if device not in ("auto", "cpu", "cuda"):
+            raise LinvitError(f"device {device}: give auto, cpu or cuda")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise LinvitError("PyTorch sees no CUDA device here: give --device cpu")
+        if precision == "fp16" and (device == "cpu" or not torch.cuda.is_available()):
+            raise LinvitError("precision=fp16 needs a GPU: set precision=bf16 or fp32")
+        found = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else None
+        kind = found.type if found is not None else device.replace("auto", "cpu")
+        self.rank, self.world = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
+        )
+        self.device = torch.device(kind)
+        if self.world > 1:
+            if kind == "cuda":
+                self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+                torch.cuda.set_device(self.device)
+            if not dist.is_initialized():
+                dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        self.precision = LOWERED.get(precision)
+        self.scaler = torch.amp.GradScaler(kind) if precision == "fp16" else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes files and talks to the user."""
+        return self.rank == 0
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Compute in the run's precision inside."""
+        return nullcontext() if self.precision is None else torch.autocast(self.device.type, dtype=self.precision)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over all processes."""
+        if self.world == 1:
+            return tensor
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        return tensor / self.world
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give every process what the first one has."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.data, 0)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """What the first process has."""
+        held = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(held, device=self.device)
+        return held[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What each process has, in their order."""
+        held = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(held, value)
+        return held
+
+    def wait(self) -> None:
+        """Go on when all processes have come here."""
+        if self.world > 1:
+            dist.barrier()
+
+
+def make_processes(config: Config, device: str = "auto") -> Processes:
+    """The processes of a run by this config."""
     if config.deterministic:
-        prepare()
-    without = device == "auto" and not torch.accelerator.is_available()
-    AcceleratorState._reset_state()  # else a second run in this process could not have another precision
-    accelerator = Accelerator(
-        cpu=device == "cpu" or without,  # said, for else processes that torchrun started would not find each other
-        mixed_precision="no" if config.precision == "fp32" else config.precision,
-        gradient_accumulation_steps=config.accumulate,
-    )
-    if config.batch_size % (accelerator.num_processes * config.accumulate):
+        prepare_cublas()
+    processes = Processes(device, config.precision)
+    if config.batch_size % (processes.world * config.accumulate):
         raise LinvitError(
-            f"batch_size={config.batch_size} cannot be split over {accelerator.num_processes} processes "
+            f"batch_size={config.batch_size} cannot be split over {processes.world} processes "
             f"and {config.accumulate} accumulated parts: set another"
         )
-    return accelerator
+    return processes
 
 
-def average_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter], extra: Tensor) -> Tensor:
-    """Give every process the mean gradient, and the mean of `extra`, a scalar that travels along."""
-    if accelerator.num_processes == 1:
-        return extra
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    pieces = [*gradients, extra.to(gradients[0].dtype)]
-    flat = accelerator.reduce(torch.cat([piece.flatten() for piece in pieces]), reduction="mean")
-    parts = flat.split([piece.numel() for piece in pieces])
-    torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts[:-1], gradients, strict=True)])
-    return parts[-1].reshape(()).to(extra.dtype)
-
-
-def share_from_first(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
-    """Give every process what the first one has."""
-    if accelerator.num_processes > 1:
-        for tensor in tensors:
-            torch.distributed.broadcast(tensor.data, 0)
-
-
-def part() -> None:
-    """Part company, where there is any, when the last run is done. Left to the interpreter's end, the threads of the
-    process group now and then abort the process."""
-    state = PartialState()
-    state.wait_for_everyone()
-    state.destroy_process_group()
+def close_process_group() -> None:
+    """End the talk between processes, if there is any, when the last run is done. Left to the interpreter's end, the
+    threads of the process group now and then abort the process."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

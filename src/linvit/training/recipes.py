@@ -27,21 +27,15 @@ QT = {
 
 
 def deit(model: str = "") -> Config:
-    """DeiT without distillation, as its released code trains: the ground several of the papers stand on.
+    """DeiT without distillation, as its released code trains: the ground several of the papers stand on, so that its
+    optimiser and schedule are the defaults of `Config`.
 
     There the average of the weights is kept beside the weights, which are what is evaluated; here it is what is
     evaluated and saved, so its decay has a ramp that lets it follow short trainings.
     """
     return Config(
         recipe="deit",
-        lr=5e-4,
         lr_batch=512,
-        batch_size=1024,
-        epochs=300,
-        warmup_epochs=5,
-        warmup_lr=1e-6,
-        min_lr=1e-5,
-        weight_decay=0.05,
         drop_path=0.1,
         label_smoothing=0.1,
         mixup=0.8,
@@ -150,7 +144,6 @@ def qtvit(model: str = "") -> Config:
         recipe="qtvit",
         lr=lr,
         lr_batch=128,
-        batch_size=1024,
         epochs=320,
         warmup_epochs=20,
         warmup_lr=0.0,
@@ -174,7 +167,6 @@ def qtvit(model: str = "") -> Config:
         drop_path_skip=skip,
         drop_path_rule="ramped",
         mesa=mesa,
-        mesa_start=0.25,
         bn_images=16_000,
     )
 
@@ -221,14 +213,11 @@ def fair(model: str = "") -> Config:
     return Config(
         recipe="fair",
         seed=42,
-        lr=5e-4,
         batch_size=512,
-        epochs=300,
         warmup_epochs=20,
         warmup_lr=5e-7,
         min_lr=5e-6,
         cooldown_epochs=10,
-        weight_decay=0.05,
         clip_norm=5.0,
         drop_path=0.2,
         train_interpolation="random",
@@ -250,13 +239,10 @@ def distil(model: str = "") -> Config:
     """
     return Config(
         recipe="distil",
-        lr=5e-4,
         batch_size=256,
         epochs=20,
         warmup_epochs=0.5,
-        warmup_lr=1e-6,
         min_lr=1e-6,
-        weight_decay=0.05,
         clip_norm=1.0,
         mixup=0.2,
         distillation="soft",
@@ -308,3 +294,8 @@ def recipe(name: str, model: str = "") -> Config:
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)
     return RECIPES[name](model)
+
+
+def list_recipes() -> list[str]:
+    """The names of the recipes."""
+    return list(RECIPES)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from linvit.errors import LinvitError
 from linvit.tasks.classify import Evaluation, Pixels, Preprocessing, Resident, evaluate, paired_difference
 from linvit.tasks.classify.metrics import gather
-from linvit.training.distillation import Teacher
+from linvit.training.objectives.teacher import Teacher
 
 SIZE = Preprocessing((4, 4), (0.5,), (0.5,))
 

@@ -16,7 +16,7 @@ ENGINES = ("auto", "local", "gpus", "ray")
 
 def choose(name: str, *, per_gpu: int = 1, address: str = "", cpus: int | None = None) -> Callable[..., Summary]:
     """The engine's `run`. Auto is ray where an address is given, workers for several GPUs or runs at a time, else this
-    process; also where `accelerate launch` or `torchrun` started several, which then do each run together."""
+    process; also where `torchrun` started several, which then do each run together."""
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
     if address and name not in ("auto", "ray"):

@@ -1,4 +1,4 @@
-"""The engine where `accelerate launch` or `torchrun` started several processes: each run is done by all of them.
+"""The engine where `torchrun` started several processes: each run is done by all of them.
 
 For runs that are too large for one GPU. The first process claims, writes and says what comes next. Speeds are not
 timed: a plain `linvit compare` on the same store does that.
@@ -7,17 +7,12 @@ timed: a plain `linvit compare` on the same store does that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from linvit.comparison.claims import Claim
 from linvit.comparison.engines import Board, Execute, Summary, Watch, real_execute
 from linvit.comparison.grid import Task
 from linvit.comparison.store import Store
-from linvit.training.processes import part
+from linvit.training.processes import Processes, close_process_group
 
 
 def run(
@@ -29,22 +24,19 @@ def run(
     execute: Execute = real_execute,
 ) -> Summary:
     """Do the runs one after another, all processes at each. What others work on is left to them."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    state = PartialState(cpu=device == "cpu")
+    processes = Processes()
     board = Board([task for task in tasks if task.kind != "speed"], store, retry=retry)
     tried: set[str] = set()
     while True:
-        task, claim = next_task(board, store, tried) if state.is_main_process else (None, None)
-        said: list[Any] = [task.key if task is not None else None]
-        broadcast_object_list(said)
-        if said[0] is None:
+        task, claim = next_task(board, store, tried) if processes.first else (None, None)
+        key = processes.broadcast_object(task.key if task is not None else None)
+        if key is None:
             summary = board.summary()
-            part()
+            close_process_group()
             return summary
-        tried.add(said[0])
-        task = board.by_key[said[0]]
-        work(task, store, claim, watch, execute, device, state)
-        state.wait_for_everyone()
+        tried.add(key)
+        work(board.by_key[key], store, claim, watch, execute, processes)
+        processes.wait()
 
 
 def next_task(board: Board, store: Store, tried: set[str]) -> tuple[Task | None, Claim | None]:
@@ -62,15 +54,14 @@ def work(
     claim: Claim | None,
     watch: Watch,
     execute: Execute,
-    device: str,
-    state: PartialState,
+    processes: Processes,
 ) -> None:
     """Do a task; who holds the claim writes it down, when nobody needs the work folder any more. An error ends the
     other processes, which would wait for ever."""
     try:
         watch(task, {"kind": "start"})
-        result = execute(task, store, device=device, watch=lambda record: watch(task, record))
-        state.wait_for_everyone()
+        result = execute(task, store, device=processes.device.type, watch=lambda record: watch(task, record))
+        processes.wait()
         if claim is not None:
             store.write(task, result)
             watch(task, {"kind": "done"})

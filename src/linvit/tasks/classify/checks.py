@@ -12,9 +12,9 @@ from torch import nn
 
 from linvit.conversion.convert import own_size
 from linvit.errors import LinvitError
+from linvit.files import read_json
 from linvit.tasks.classify.data import Images, Stream
-from linvit.training.config import Config
-from linvit.training.engine import FREE
+from linvit.training.config import FREE, Config
 
 RUN = "run.json"
 
@@ -30,12 +30,10 @@ def check_labels(config: Config, train: Images | Stream, validation: Images | St
 
 def check_same(folder: Path, config: Config, identity: Mapping[str, Any]) -> None:
     """Say what differs when somebody goes on with a run by another recipe, model or set."""
-    try:
-        begun = json.loads((folder / RUN).read_text(encoding="utf-8"))
-        settings = begun["config"].items()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    begun = read_json(folder / RUN)
+    if not isinstance(begun, dict) or not isinstance(begun.get("config"), dict):
         return  # the checkpoints know as well, only not what
-    ours = config.to_dict()
+    ours, settings = config.to_dict(), begun["config"].items()
     was = next((f"{key}={value}" for key, value in settings if key not in FREE and ours.get(key) != value), None)
     if was is None:
         now = json.loads(json.dumps(identity))
@@ -55,12 +53,12 @@ def in_words(key: str, value: Any) -> str:
     return f"{key} {value}" if value not in ("", None, [], {}) else f"no {key}"
 
 
-def check_size(model: nn.Module, side: int, channels: int) -> None:
+def check_size(model: nn.Module, size: tuple[int, int], channels: int) -> None:
     """Whether the model takes images of this size; many are built for one."""
-    reason = refusal(model, (side, side), channels)
+    reason = refusal(model, size, channels)
     if reason:
         raise LinvitError(
-            f"{type(model).__name__} cannot take images of {side} pixels ({reason}): set input_size=none random_sizes= "
+            f"{type(model).__name__} cannot take images of {pixels(size)} ({reason}): set size=none random_sizes= "
             "for its own size, or build it with --model-arg dynamic_img_size=true"
         )
 
@@ -73,11 +71,15 @@ def check_teacher_size(teacher: nn.Module, size: tuple[int, int], channels: int)
         raise LinvitError(f"the teacher is for images of {counts}: choose another teacher")
     reason = refusal(teacher, size, channels)
     if reason:
-        theirs, ours = ("×".join(str(side) for side in dict.fromkeys(sides)) for sides in (own_size(teacher), size))
+        theirs, ours = pixels(own_size(teacher)), pixels(size)
         raise LinvitError(
-            f"the teacher is for images of {theirs} pixels and the student's have {ours} ({reason}): "
+            f"the teacher is for images of {theirs} and the student's have {ours} ({reason}): "
             f"choose a teacher for {ours}, or a student for {theirs}"
         )
+
+
+def pixels(size: tuple[int, int]) -> str:
+    return f"{'×'.join(str(side) for side in dict.fromkeys(size))} pixels"
 
 
 @torch.no_grad()

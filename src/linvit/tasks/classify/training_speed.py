@@ -23,31 +23,28 @@ from linvit.errors import LinvitError
 from linvit.measurement.clock import Timing
 from linvit.measurement.model_speed import TOLERANCES
 from linvit.measurement.speed import relative_rms
-from linvit.tasks.classify.fitting import Fitting, Split
-from linvit.tasks.classify.resident import Held
+from linvit.tasks.classify.fitting import Fitting, Sets
 from linvit.training.config import Config
-from linvit.training.processes import make_accelerator
+from linvit.training.engine.loop import Output
+from linvit.training.processes import make_processes
 
 WINDOW = 25  # steps between two looks at the clock
 
 
 def training_speed(
     model: nn.Module,
-    train: Split,
+    sets: Sets,
     config: Config,
     *,
     steps: int = 200,
     teacher: nn.Module | None = None,
-    held: Held | None = None,
-    loader: str = "auto",
-    workers: int = 0,
     device: str = "auto",
 ) -> dict[str, Any]:
     """A row of the result: the error of the logits, images per second over the windows of the longest stage, peak
     memory of the device, and the seconds of the whole recipe."""
     if steps < 3 * WINDOW:
         raise LinvitError(f"{steps} steps are too few for a speed: give at least {3 * WINDOW}")
-    batches = len(train) // config.batch_size
+    train, batches = sets.train, len(sets.train) // config.batch_size
     if batches < 1:
         raise LinvitError(f"{train.name} has {len(train)} images, fewer than one batch of {config.batch_size}")
     stages = config.plan_of_stages()
@@ -60,8 +57,7 @@ def training_speed(
         settings = replace(settings, warmup_epochs=min(config.warmup_epochs, 0.1 * epochs))
         if config.stages:
             settings = replace(settings, stages=(replace(stage, epochs=epochs),))
-        options: dict[str, Any] = {"teacher": teacher, "held": held, "loader": loader, "workers": workers}
-        timed = TimedStage(model, train, settings, accelerator=make_accelerator(settings, device), **options)
+        timed = TimedStage(model, sets, settings, teacher=teacher, processes=make_processes(settings, device))
         if not parts:
             row["error"] = error = timed.error()
             if not error <= TOLERANCES[config.precision]:
@@ -78,13 +74,13 @@ def training_speed(
 class TimedStage:
     """One stage of a training, watched."""
 
-    def __init__(self, model: nn.Module, train: Split, settings: Config, **options: Any) -> None:
+    def __init__(self, model: nn.Module, sets: Sets, settings: Config, **options: Any) -> None:
         self.windows: list[float] = []
         self.losses: list[float] = []
         self.arrived, self.prepared = 0.0, 0.0
         self.model = model
-        self.fitting = Fitting(model, train, None, settings, watch=self.watch, models=False, **options)
-        self.device = self.fitting.accelerator.device
+        self.fitting = Fitting(model, sets, settings, output=Output(watch=self.watch, models=False), **options)
+        self.device = self.fitting.processes.device
         for phase in self.fitting.phases:
             if phase.prepare is not None:
                 phase.prepare = partial(self.prepare, phase.prepare)
@@ -150,7 +146,7 @@ def error_of(model: nn.Module, images: torch.Tensor, fitting: Fitting) -> float:
             module.impl = "reference"
     with torch.no_grad():
         exact = twin(images.double())
-        with fitting.accelerator.autocast():
+        with fitting.processes.autocast():
             ours = model.eval()(images)
     model.train()
     return relative_rms(ours.float(), exact)

@@ -23,11 +23,12 @@ from linvit.attention import TokenGrid
 from linvit.conversion.convert import current_mechanism, find_hosts
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError, unknown
-from linvit.training.distillation import Distance, Teacher, check_teacher, divergence
-from linvit.training.losses import logits_of
-from linvit.training.taps import Call, Taps, detached, main
-
-INPUTS = ("teacher", "student")
+from linvit.training.config import INPUTS
+from linvit.training.contract import Batch, Objective, blocks_around_hosts, images_of
+from linvit.training.objectives.activations import Activations, Call, first_tensor, map_tensors
+from linvit.training.objectives.distillation import Compared, Distance, divergence
+from linvit.training.objectives.supervised import logits_of
+from linvit.training.objectives.teacher import Teacher, check_teacher
 
 
 def hosts_to_align(teacher: nn.Module, student: nn.Module) -> list[str]:
@@ -86,11 +87,14 @@ class Layers:
         module = self.modules[name]
         if isinstance(module, Host) and module.grids is not None:
             module.grids.grid = self.grids[tuple(images.shape[-2:])][name]
-        return main(module(*call[0], **call[1]))
+        return first_tensor(module(*call[0], **call[1]))
 
 
-class AttentionAlignment:
+class AttentionAlignment(Objective):
     """The objective. It holds the student's layers, so it is made for one student; gradients reach these alone."""
+
+    teacher: Teacher
+    distance: Distance
 
     def __init__(self, teacher: Teacher, student: nn.Module, *, inputs: str = "teacher") -> None:
         if inputs not in INPUTS:
@@ -99,86 +103,59 @@ class AttentionAlignment:
         self.names = hosts_to_align(teacher.model, student)
         self.originals, self.layers = Layers(teacher.model, self.names), Layers(student, self.names)
         source = teacher.model if inputs == "teacher" else student
-        self.taps = Taps(source, self.names, cut=inputs == "student")
+        self.activations = Activations(source, self.names, self.names, cut=inputs == "student")
 
-    def rest(self) -> None:
-        """Listen to neither model any more, whatever happened."""
-        self.taps.take()
+    def repeated(self, model: nn.Module) -> list[nn.Module]:
+        """The attention layers, which are called by themselves."""
+        return [module for _, module in find_hosts(model)]
+
+    def reset(self) -> None:
+        self.activations.take()
 
     def close(self) -> None:
-        """Take the hooks off both models."""
-        self.taps.close()
+        self.activations.close()
 
-    def __call__(self, model: nn.Module, images: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
-        errors = torch.stack(list(self.errors(model, images).values()))
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        errors = torch.stack(list(self.errors(model, images_of(batch)[0]).values()))
         return {"loss": errors.mean(), "worst": errors.max().detach()}
 
     def errors(self, model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         """The relative error of each layer: 0 is its original, 1 no better than the mean."""
         if self.inputs == "teacher":
             self.layers.ready(images)
-            self.taps.listen()
+            self.activations.record()
             self.teacher(images)
-            calls, wanted = self.taps.take()
+            calls, wanted = self.activations.take()
             ours = {name: self.layers.call(name, calls[name], images) for name in self.names}
         else:
             self.originals.ready(images)
-            self.taps.listen()
+            self.activations.record()
             model(images)
-            calls, ours = self.taps.take()
+            calls, ours = self.activations.take()
             with torch.no_grad(), self.teacher.arithmetic(images):
                 wanted = {name: self.answer(name, calls[name], images) for name in self.names}
         return {name: self.distance(ours[name], wanted[name].detach()) for name in self.names}
 
     def answer(self, name: str, call: Call, images: Tensor) -> Tensor:
         """The original's output for what the student's layer saw."""
-        return self.originals.call(name, (like(call[0], self.teacher.dtype), like(call[1], self.teacher.dtype)), images)
+        args, named = map_tensors(lambda t: t.to(self.teacher.dtype) if t.is_floating_point() else t, call)
+        return self.originals.call(name, (args, named), images)
 
 
-def like(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in the teacher's precision."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return type(value)(like(item, dtype) for item in value)
-    return {key: like(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def blocks_around_hosts(model: nn.Module) -> list[str]:
-    """The blocks whose outputs are compared, by name."""
-    return [name for name in dict.fromkeys(name.rpartition(".")[0] for name, _ in find_hosts(model)) if name]
-
-
-class FeatureAlignment:
+class FeatureAlignment(Compared):
     """The objective: the outputs of the blocks around the attention layers, and with a weight the logits, as KL
     divergence."""
 
     def __init__(self, teacher: Teacher, student: nn.Module, *, logits: float = 0.0, temperature: float = 1.0) -> None:
-        self.teacher, self.logits, self.temperature = teacher, logits, temperature
-        self.distance = Distance()
+        self.logits, self.temperature = logits, temperature
         if logits:
             check_teacher(teacher.model, student)
         hosts_to_align(teacher.model, student)
-        self.names = blocks_around_hosts(student)
-        self.ours, self.theirs = Taps(student, self.names), Taps(teacher.model, self.names)
+        super().__init__(teacher, student, {name: name for name in blocks_around_hosts(student)})
 
-    def rest(self) -> None:
-        """Listen to neither model any more, whatever happened."""
-        self.ours.take()
-        self.theirs.take()
-
-    def close(self) -> None:
-        """Take the hooks off both models."""
-        self.ours.close()
-        self.theirs.close()
-
-    def __call__(self, model: nn.Module, images: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
-        self.theirs.listen()
-        wanted = self.teacher(images)
-        self.ours.listen()
-        output = model(images)
-        seen, shown = self.ours.take()[1], self.theirs.take()[1]
-        errors = torch.stack([self.distance(seen[name], detached(shown[name])) for name in self.names])
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        output, wanted, errors = self.ask(model, images_of(batch)[0])
+        assert errors is not None
         loss, entries = errors.mean(), {"worst": errors.max().detach(), "features": errors.mean().detach()}
         if self.logits:
             apart = divergence(logits_of(output), wanted, self.temperature)

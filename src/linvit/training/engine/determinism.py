@@ -16,7 +16,7 @@ import torch
 from torch._inductor import config as inductor
 
 
-def prepare() -> None:
+def prepare_cublas() -> None:
     """cuBLAS reads this when it starts, so it is set before the first use of a device."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -25,7 +25,7 @@ def prepare() -> None:
 def without_cudnn_attention() -> Iterator[None]:
     """Softmax attention by PyTorch's other kernels inside.
 
-    cuDNN's has no deterministic backward pass; and on Hopper, with 64 keys modulo 128, its gradients are no numbers
+    cuDNN's has no deterministic backward pass; and on Hopper, with 64 keys modulo 128, its gradients are NaN
     once a query's logits are all below −88 or so (pytorch/pytorch#196678).
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()

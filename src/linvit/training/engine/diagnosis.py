@@ -1,4 +1,4 @@
-"""Where a number went wrong: the batch is run again with an eye on every layer."""
+"""Where a NaN began: the batch is run again with an eye on every layer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from linvit.errors import LinvitError
-from linvit.training.contract import Objective
+from linvit.training.contract import Batch, Objective, images_of, tensors_of
 
 
 class Diverged(LinvitError):
-    """The loss is no number any more. The message says where it began and what to go back to."""
+    """The loss is NaN or infinite. The message says where it began and what to go back to."""
 
 
-def find_bad_layer(model: nn.Module, objective: Objective, images: Tensor, targets: Tensor) -> str | None:
+def find_bad_layer(model: nn.Module, objective: Objective, batch: Batch) -> str | None:
     """The first place, in words, where this batch meets something that is not finite; None where there is none."""
-    if not finite(images) or not finite(targets):
+    if not all(map(finite, tensors_of(batch))):
         return "the batch itself"
     for name, tensor in model.named_parameters():
         if not finite(tensor):
@@ -32,17 +32,16 @@ def find_bad_layer(model: nn.Module, objective: Objective, images: Tensor, targe
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if not found and not all(finite(tensor) for tensor in tensors_in(out)):
+            if not found and not all(finite(tensor) for tensor in tensors_of(out)):
                 found.append(f"the activations of {name} ({type(module).__name__})")
 
         return hook
 
-    teacher = getattr(getattr(objective, "objective", objective), "teacher", None)
-    if teacher is not None and not finite(teacher(images)):
+    if objective.teacher is not None and not finite(objective.teacher(images_of(batch)[0])):
         return "the teacher's answers"
     handles = [module.register_forward_hook(look(name or "the model")) for name, module in model.named_modules()]
     try:
-        loss = objective(model, images, targets)["loss"]
+        loss = objective(model, batch)["loss"]
         if found:
             return found[0]
         if not finite(loss):
@@ -59,11 +58,3 @@ def find_bad_layer(model: nn.Module, objective: Objective, images: Tensor, targe
 
 def finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
-
-
-def tensors_in(out: Any) -> list[Tensor]:
-    if isinstance(out, Tensor):
-        return [out]
-    if isinstance(out, dict):
-        out = list(out.values())
-    return [tensor for item in out for tensor in tensors_in(item)] if isinstance(out, list | tuple) else []

@@ -1,16 +1,13 @@
 """Checkpoints: one safetensors file each, with what is no tensor as JSON in its header. No pickle is written or read.
 
-A file is written beside its place, flushed and renamed, so a name always stands for a whole checkpoint. The last two
-are kept, and the best weights. What was damaged or belongs to another run is refused, and the one before it serves.
+A name always stands for a whole checkpoint. The last two are kept, and the best weights. What was damaged or
+belongs to another run is refused, and the one before it serves.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import tempfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from linvit.errors import LinvitError
-from linvit.files import sync
+from linvit.files import clear_temporary, temporary
 
 FORMAT = 1
 KEPT = 2
@@ -30,7 +27,7 @@ NAME = re.compile(r"step-(\d+)\.safetensors")
 BEST = "best.safetensors"
 
 
-class Checkpoints:
+class CheckpointFiles:
     """The checkpoints of one run. `fingerprint` tells whether a file belongs to it."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -40,8 +37,9 @@ class Checkpoints:
         """Write the checkpoint of a step and drop those before the last two."""
         path = self.folder / f"step-{step:08d}.safetensors"
         write(path, tensors, {**state, "step": step, "fingerprint": self.fingerprint})
-        for old in (*self.files()[KEPT:], *self.folder.glob(".writing-*")):  # the latter a killed process left
+        for old in self.files()[KEPT:]:
             old.unlink(missing_ok=True)
+        clear_temporary(self.folder)
         return path
 
     def save_best(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -77,13 +75,6 @@ class Checkpoints:
         return tensors, state
 
 
-def fingerprint(what: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """A hash of what a run is and of the shapes it trains."""
-    shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
-    text = json.dumps([what, shapes], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def write(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Write a checkpoint whole or not at all. Tensors that share memory are written one by one."""
     held, seen = {}, set()
@@ -93,20 +84,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -
         held[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
     header = {"linvit": json.dumps({**state, "format": FORMAT, "checksum": checksum(held)})}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-    os.close(handle)
     try:
-        safetensors.torch.save_file(held, temporary, header)
-        sync(Path(temporary))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise LinvitError(f"cannot write the checkpoint {path}: {error}") from error
-        raise
+        with temporary(path) as beside:
+            safetensors.torch.save_file(held, beside, header)
+    except (OSError, SafetensorError) as error:
+        raise LinvitError(f"cannot write the checkpoint {path}: {error}") from error
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -134,27 +116,3 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
         values = tensors[name].detach().cpu().contiguous()
         found = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, found)
     return found
-
-
-def pack_optimiser(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimiser's state as named tensors and JSON."""
-    tensors, rest = {}, {}
-    for index, values in state["state"].items():
-        for key, value in values.items():
-            name = f"optimiser.{index}.{key}"
-            if isinstance(value, Tensor):
-                tensors[name] = value
-            else:
-                rest[name] = value
-    return tensors, rest
-
-
-def unpack_optimiser(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """What `pack_optimiser` packed, by the parameter's index."""
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in {**tensors, **rest}.items():
-        kind, _, place = name.partition(".")
-        if kind == "optimiser":
-            index, _, key = place.partition(".")
-            state.setdefault(int(index), {})[key] = value
-    return state

@@ -8,76 +8,85 @@ not, and a resumed run equals an uninterrupted one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
+from torch.utils import _pytree as trees
 
 from linvit.training.config import Config
+from linvit.training.contract import Batch
+from linvit.training.processes import Processes
 
 WARM = 3  # steps of a kind before it is recorded
-Work = Callable[[Tensor, Tensor], None]
+Work = Callable[[Batch], None]
+Recording = tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]  # with where its inputs and results lie
 
 
-@dataclass
-class Recording:
-    graph: torch.cuda.CUDAGraph
-    images: Tensor
-    targets: Tensor
-
-
-def captures(config: Config, accelerator: Accelerator) -> bool:
+def captures(config: Config, processes: Processes) -> bool:
     """Whether steps can be recorded: on one CUDA device, in one part, without a loss scale that asks the host, and
     where the compiler does not record graphs of its own."""
     return (
         config.cuda_graph
-        and accelerator.device.type == "cuda"
-        and accelerator.num_processes == 1
+        and processes.device.type == "cuda"
+        and processes.world == 1
         and config.accumulate == 1
-        and accelerator.scaler is None
+        and processes.scaler is None
         and config.optimiser != "sgd"
         and config.compile in ("auto", "off", "blocks", "default")
     )
 
 
 class Capture:
-    """Runs a stage's steps, recorded where that is possible. `kind` tells steps apart that do different work."""
+    """Runs a stage's steps, recorded where that is possible."""
 
     def __init__(self, wanted: bool, note: Callable[[str], None]) -> None:
         self.wanted, self.note = wanted, note
         self.recordings: dict[Hashable, Recording] = {}
         self.warm: dict[Hashable, int] = {}
 
-    def __call__(self, work: Work, clear: Callable[[], None], kind: Hashable, images: Tensor, targets: Tensor) -> None:
-        """One step. `clear` forgets the gradients of the step before; a recorded step overwrites its own."""
-        key = (kind, images.shape, images.dtype, targets.shape, targets.dtype)
+    def __call__(self, work: Work, clear: Callable[[], None], variant: Hashable, batch: Batch) -> None:
+        """One step. `clear` forgets the gradients of the step before; a recorded step overwrites its own. Steps of
+        another variant, or with a batch of other shapes, are other work."""
+        leaves, structure = trees.tree_flatten(batch)
+        key = (variant, structure, shapes_of(leaves))
         if self.wanted and key not in self.recordings and self.warm.get(key, 0) >= WARM:
             clear()
-            self.record(work, key, images, targets)
+            try:
+                self.recordings[key] = record(lambda *places: work(structure.unflatten(places)), leaves)
+            except RuntimeError as error:
+                self.wanted = False
+                reason = str(error).splitlines()[0]
+                self.note(f"the step cannot be recorded as a CUDA graph and runs without: {reason}")
         if key in self.recordings:
-            made = self.recordings[key]
-            made.images.copy_(images)
-            made.targets.copy_(targets)
-            made.graph.replay()
+            replay(self.recordings[key], leaves)
             return
         clear()
-        work(images, targets)
+        work(batch)
         self.warm[key] = self.warm.get(key, 0) + 1
 
-    def record(self, work: Work, key: Hashable, images: Tensor, targets: Tensor) -> None:
-        """Record the work; where something in it cannot be, say so and go on without."""
-        made = Recording(torch.cuda.CUDAGraph(), images.clone(), targets.clone())
-        try:
-            with recording(made.graph):
-                work(made.images, made.targets)
-        except RuntimeError as error:
-            self.wanted = False
-            self.note(f"the step cannot be recorded as a CUDA graph and runs without: {str(error).splitlines()[0]}")
-            return
-        self.recordings[key] = made
+
+def shapes_of(tensors: Sequence[Tensor]) -> Hashable:
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def record(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Recording:
+    """Record a function of tensors, which computes nothing; RuntimeError where something in it asks the host."""
+    graph, places = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in tensors]
+    with recording(graph):
+        results = function(*places)
+    return graph, places, results
+
+
+def replay(made: Recording, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Do what was recorded with these tensors. The results lie where the next replay writes its own."""
+    graph, places, results = made
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor)
+    graph.replay()
+    return results
 
 
 @contextmanager
@@ -101,25 +110,18 @@ class Replayed:
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
         self.function = function
         self.warm: dict[Hashable, int] = {}
-        self.recordings: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]] = {}
+        self.recordings: dict[Hashable, Recording] = {}
 
     @torch.no_grad()
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
-        key = tuple((tensor.shape, tensor.dtype) for tensor in given)
+        key = shapes_of(given)
         if key not in self.recordings:
             self.warm[key] = self.warm.get(key, 0) + 1
             if self.warm[key] <= WARM:
                 return self.function(*given)
-            graph, places = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in given]
             try:
-                with recording(graph):
-                    results = self.function(*places)
+                self.recordings[key] = record(self.function, given)
             except RuntimeError:  # something in it asks the host
                 self.warm[key] = -(2**62)
                 return self.function(*given)
-            self.recordings[key] = (graph, places, results)
-        graph, places, results = self.recordings[key]
-        for place, tensor in zip(places, given, strict=True):
-            place.copy_(tensor)
-        graph.replay()
-        return tuple(result.clone() for result in results)
+        return tuple(result.clone() for result in replay(self.recordings[key], given))

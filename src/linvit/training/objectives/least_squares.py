@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linvit.training.alignment import hosts_to_align
-from linvit.training.distillation import Teacher
-from linvit.training.taps import main
+from linvit.training.contract import Batch, images_of
+from linvit.training.objectives.activations import Activations, first_tensor
+from linvit.training.objectives.alignment import hosts_to_align
+from linvit.training.objectives.teacher import Teacher
 
 RIDGE = 1.0  # of the mean square of what goes into the map
 CHUNK = 2**15  # rows at once
@@ -54,7 +55,7 @@ class Place:
 def fit_projections(
     teacher: Teacher,
     student: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Batch],
     *,
     images: int = 1024,
     ridge: float = RIDGE,
@@ -67,10 +68,9 @@ def fit_projections(
     if picked is None:
         return hosts
     places = places_of(teacher, hosts, picked[:FEW])
-    few = listen(teacher, places, picked[:FEW])
+    few = wanted_at(teacher, places, picked[:FEW])
     picked = picked[: room_for(few, len(picked[:FEW]), picked.device)]
-    wanted = listen(teacher, places, picked)
-    fitting = Fitting(student, places, wanted, ridge)
+    fitting = LeastSquares(student, places, wanted_at(teacher, places, picked), ridge)
     modes = {module: module.training for module in student.modules()}
     like = next(student.parameters())
     try:
@@ -83,27 +83,39 @@ def fit_projections(
     return hosts
 
 
-def listen(teacher: Teacher, places: list[Place], images: Tensor) -> dict[str, Tensor]:
-    """What is wanted at each place for these images."""
-    heard = Heard(teacher.model)
-    for place in places:
-        heard.listen(place)
-    return heard.during(lambda: teacher(images))
+def wanted_at(teacher: Teacher, places: list[Place], images: Tensor) -> dict[str, Tensor]:
+    """What is wanted at each place for these images: of the stream between attention and MLP, or of the layer, and of
+    the block."""
+    inputs = [place.between for place in places if place.attention_adds]
+    outputs = [place.host for place in places if not place.attention_adds]
+    return recorded(teacher, inputs, [*outputs, *(place.block for place in places if place.mlp_adds)], images)
 
 
-def room_for(heard: dict[str, Tensor], images: int, device: torch.device) -> int:
-    """How many images may pass, by what was heard of a few: the pass holds about as much again for the student, and for
+def recorded(teacher: Teacher, inputs: list[str], outputs: list[str], images: Tensor) -> dict[str, Tensor]:
+    """What goes into and comes out of modules in one pass; inputs are under `>name`."""
+    activations = Activations(teacher.model, inputs, outputs)
+    try:
+        activations.record()
+        teacher(images)
+        calls, found = activations.take()
+    finally:
+        activations.close()
+    return {**{f">{name}": args[0] for name, (args, _) in calls.items()}, **found}
+
+
+def room_for(seen: dict[str, Tensor], images: int, device: torch.device) -> int:
+    """How many images may pass, by what was seen of a few: the pass holds about as much again for the student, and for
     the block that is at work. It goes by what a device has, not by what is free, so that a run repeats itself."""
     share, most = ROOM
     memory = share * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else most
-    each = 3 * 4 * sum(tensor.numel() for tensor in heard.values()) / images
+    each = 3 * 4 * sum(tensor.numel() for tensor in seen.values()) / images
     return max(FEW, int(memory / each)) if each else images
 
 
-def first_images(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor | None:
+def first_images(batches: Iterable[Batch], count: int) -> Tensor | None:
     found: list[Tensor] = []
-    for batch, _ in batches:
-        found.append(batch)
+    for batch in batches:
+        found.append(images_of(batch)[0])
         if sum(map(len, found)) >= count:
             break
     return torch.cat(found)[:count] if found else None
@@ -112,13 +124,11 @@ def first_images(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor
 def places_of(teacher: Teacher, hosts: list[str], images: Tensor) -> list[Place]:
     """How the blocks around layers add up, found by looking at the teacher's in one pass."""
     modules = dict(teacher.model.named_modules())
-    heard = Heard(teacher.model)
     usual = [Place(host, host.rpartition(".")[0], True, True) for host in hosts]
-    for place in usual:
-        if place.block and place.between in modules:
-            heard.enter(place.block, place.between)
-            heard.leave(place.block, place.host, *([place.mlp] if place.mlp in modules else []))
-    seen = heard.during(lambda: teacher(images))
+    blocks = [place for place in usual if place.block and place.between in modules]
+    inputs = [name for place in blocks for name in (place.block, place.between)]
+    outputs = [name for place in blocks for name in (place.block, place.host, place.mlp) if name in modules]
+    seen = recorded(teacher, inputs, outputs, images)
     return [as_it_is(place, modules, seen) for place in usual]
 
 
@@ -148,48 +158,7 @@ def scale_of(block: nn.Module, name: str) -> Tensor | float:
     return gamma.detach().float() if isinstance(gamma, Tensor) else 1.0
 
 
-class Heard:
-    """What goes into and comes out of modules during one pass; inputs are noted under `>name`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.values: dict[str, Tensor] = {}
-        self.handles: list[Any] = []
-
-    def enter(self, *names: str) -> None:
-        for name in names:
-            module = self.model.get_submodule(name)
-            self.handles.append(module.register_forward_pre_hook(partial(self.note_input, name)))
-
-    def leave(self, *names: str) -> None:
-        for name in names:
-            self.handles.append(self.model.get_submodule(name).register_forward_hook(partial(self.note_output, name)))
-
-    def listen(self, place: Place) -> None:
-        """To what is wanted at a place."""
-        if place.attention_adds:
-            self.enter(place.between)
-        else:
-            self.leave(place.host)
-        if place.mlp_adds:
-            self.leave(place.block)
-
-    def note_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.values[f">{name}"] = args[0].detach()
-
-    def note_output(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.values[name] = main(output).detach()
-
-    def during(self, call: Callable[[], object]) -> dict[str, Tensor]:
-        try:
-            call()
-        finally:
-            for handle in self.handles:
-                handle.remove()
-        return self.values
-
-
-class Fitting:
+class LeastSquares:
     """Solves each map when the student's pass gets to it. Hooks do it all, so the model may be any that has the usual
     names."""
 
@@ -245,7 +214,7 @@ class Fitting:
         """Solve the map that gave this output, and give the output of the new one. What a module adds after its map
         stays as it is."""
         rows, gave = self.given.pop(linear)
-        out = main(output)
+        out = first_tensor(output)
         goal = gave + (target.to(out.dtype) - out).reshape(gave.shape)
         solve(linear, rows.flatten(0, -2), goal.flatten(0, -2), self.ridge)
         moved = out + (nn.functional.linear(rows, linear.weight, linear.bias) - gave).reshape(out.shape)

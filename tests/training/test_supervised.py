@@ -9,7 +9,7 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from torch import nn
 
 from linvit.errors import LinvitError
-from linvit.training.losses import Supervised, accuracy, logits_of
+from linvit.training.objectives.supervised import Supervised, accuracy, logits_of
 
 torch.manual_seed(0)
 LOGITS = torch.randn(8, 5)
@@ -42,7 +42,7 @@ def test_binary_cross_entropy_is_timms() -> None:
 def test_the_objective_learns_in_float32_and_counts() -> None:
     model = nn.Linear(3, 5).bfloat16()
     images = torch.randn(8, 3).bfloat16()
-    found = Supervised()(model, images, LABELS)
+    found = Supervised()(model, (images, LABELS))
     assert found["loss"].dtype == torch.float32 and found["loss"].requires_grad
     right = (model(images).argmax(-1) == LABELS).float().mean()
     assert found["accuracy"] == right and not found["accuracy"].requires_grad

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import linvit
 from linvit.conversion import find_hosts
-from linvit.training import projections
-from linvit.training.distillation import Teacher, relative_error
-from linvit.training.projections import Heard, fit_projections, places_of
+from linvit.training.objectives import least_squares
+from linvit.training.objectives.distillation import relative_error
+from linvit.training.objectives.least_squares import fit_projections, places_of, recorded
+from linvit.training.objectives.teacher import Teacher
 from tests.conversion.families import FAMILIES, permitting
 from tests.training.test_alignment import pair
 
@@ -83,9 +84,7 @@ def test_fitting_on_the_way_is_better_than_each_layer_on_its_own() -> None:
 
 @torch.no_grad()
 def first_layer(model: nn.Module) -> Tensor:
-    heard = Heard(model)
-    heard.leave("blocks.0.attn")
-    return heard.during(lambda: model.eval()(FRESH))["blocks.0.attn"]
+    return recorded(Teacher(model), [], ["blocks.0.attn"], FRESH)["blocks.0.attn"]
 
 
 def test_blocks_that_add_in_another_way_get_their_layers_fitted() -> None:
@@ -128,9 +127,9 @@ def test_no_more_images_pass_than_there_is_room_for(images: int, monkeypatch: py
     teacher, student = pair("stella")
     seen: list[int] = []
     student.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-    tokens = 3 * 2 * student.pos_embed.shape[1]  # heard twice a block, and three times as much is held
+    tokens = 3 * 2 * student.pos_embed.shape[1]  # recorded twice a block, and three times as much is held
     room = images * 4 * tokens * student.embed_dim * len(student.blocks)
-    monkeypatch.setattr(projections, "ROOM", (0.0, room))
+    monkeypatch.setattr(least_squares, "ROOM", (0.0, room))
     fit_projections(teacher, student, BATCHES)
     assert seen == [images]
 

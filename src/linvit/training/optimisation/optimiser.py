@@ -14,7 +14,7 @@ from linvit.conversion.host import Host
 from linvit.conversion.rebuilding import hugging
 from linvit.errors import LinvitError
 from linvit.training.config import Config
-from linvit.training.muon import Muon, matrices_in
+from linvit.training.optimisation.muon import Muon, matrices_in
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 TABLES = ("cls_token", "distillation_token", "mask_token", "position_embeddings")  # where a model does not say it
@@ -44,6 +44,22 @@ def named_by(model: nn.Module, which: str) -> set[int]:
     return {id(parameter) for name, parameter in model.named_parameters() if pattern.search(name)}
 
 
+def check_trainable(model: nn.Module, config: Config) -> None:
+    """Whether each stage has something to learn, and Muon a matrix to move: better known now than when it begins."""
+    for stage in config.plan_of_stages():
+        if named_by(model, stage.trainable):
+            continue
+        if stage.trainable in ("attention", "mechanism") and not any(isinstance(m, Host) for m in model.modules()):
+            raise LinvitError(f"stage {stage.name} trains converted layers, and the model has none: give --plan")
+        raise LinvitError(
+            f"stage {stage.name}: no parameter of the model is '{stage.trainable}', so nothing would learn: "
+            f"set stages.{stage.name}.trainable to what there is, or to all"
+        )
+    meant = named_by(model, config.muon) if config.optimiser == "muon" else None
+    if meant is not None and not any(id(p) in meant and p.ndim == 2 for p in model.parameters()):
+        raise LinvitError(f"muon={config.muon}: no matrix of the model is called so: set muon=all, or optimiser=adamw")
+
+
 def decays(name: str, parameter: Tensor, rule: str, own: Iterable[str], norms: Container[int] = ()) -> bool:
     """Whether a parameter has weight decay. `own` are names that the model itself excludes, `norms` the ids of what
     belongs to its norms."""
@@ -60,7 +76,7 @@ def excluded(name: str, own: Iterable[str]) -> bool:
 
 
 def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was no number. A
+    """Fused, so that a step is one kernel, and one that the device itself can leave out when the loss was not finite. A
     group learns at `times` the rate."""
     own = (*(model.no_weight_decay() if hasattr(model, "no_weight_decay") else TABLES), "table")  # type: ignore[operator]
     norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.errors import unknown
+from linvit.training.contract import Batch, Objective
 
 LOSSES = ("cross_entropy", "bce")
 
 
-class Supervised:
-    """The objective of plain training. Targets are labels `(batch,)` or shares of classes `(batch, classes)`.
+class Supervised(Objective):
+    """The objective of plain training. A batch is images and targets: labels `(batch,)` or shares of classes `(batch,
+    classes)`.
 
     `threshold` is for bce: targets above it count as one, the rest as zero.
     """
@@ -30,7 +32,8 @@ class Supervised:
         self.loss, self.smoothing = loss, smoothing
         self.bce = BinaryCrossEntropy(smoothing=0.0, target_threshold=threshold)
 
-    def __call__(self, model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        images, targets = batch
         logits = logits_of(model(images))
         return {"loss": self.measure(logits, targets), "accuracy": accuracy(logits, targets)}
 

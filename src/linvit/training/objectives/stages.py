@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import nn
 
 from linvit.errors import LinvitError
-from linvit.training.alignment import AttentionAlignment, FeatureAlignment, blocks_around_hosts, hosts_to_align
 from linvit.training.config import Config, Stage
-from linvit.training.contract import Objective
-from linvit.training.distillation import Distillation, Teacher
-from linvit.training.losses import Supervised
-from linvit.training.phases import Phase
-from linvit.training.projections import fit_projections
-
-LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from linvit.training.contract import Objective, blocks_around_hosts
+from linvit.training.engine.phases import Phase
+from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
+from linvit.training.objectives.distillation import Distillation
+from linvit.training.objectives.least_squares import fit_projections
+from linvit.training.objectives.supervised import Supervised
+from linvit.training.objectives.teacher import Teacher
+from linvit.training.processes import LOWERED
 
 
 def make_phases(
@@ -30,14 +29,14 @@ def make_phases(
     asked = Teacher(teacher, student=student, precision=LOWERED.get(config.precision)) if teacher else None
     phases = []
     for stage in config.plan_of_stages():
-        fitting = None
-        if asked is not None and stage.fit:
-            fitting = partial(fit_projections, asked, student, images=stage.fit)
-        phases.append(Phase(stage, objective(config, stage, student, asked, labelled), fitting))
+        solve = partial(fit_projections, asked, student, images=stage.fit) if asked is not None and stage.fit else None
+        phases.append(Phase(stage, make_objective(config, stage, student, asked, labelled), solve))
     return phases
 
 
-def objective(config: Config, stage: Stage, student: nn.Module, teacher: Teacher | None, labelled: bool) -> Objective:
+def make_objective(
+    config: Config, stage: Stage, student: nn.Module, teacher: Teacher | None, labelled: bool
+) -> Objective:
     if stage.objective == "alignment" and teacher is not None:
         return AttentionAlignment(teacher, student, inputs=stage.inputs)
     if stage.objective == "features" and teacher is not None:

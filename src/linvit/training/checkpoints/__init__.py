@@ -1,0 +1,1 @@
+"""Checkpoints: their files, and what of a run is in them."""

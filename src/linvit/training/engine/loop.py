@@ -1,0 +1,271 @@
+"""The training loop: stages of steps, on one device or many, that can be killed at any step and go on.
+
+A step's randomness is drawn from a seed made of the run's seed, the step and the process, and the data promise the same
+batches for the same epoch. So the weights after a step do not depend on where the run was begun again. Losses stay on
+the device: the loop waits for it when it logs, evaluates or writes a checkpoint, not otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from linvit.errors import LinvitError
+from linvit.training.callbacks import make_callbacks
+from linvit.training.callbacks.callback import Position
+from linvit.training.checkpoints.run_state import Restored, RunState, all_finite, restore_optimiser
+from linvit.training.config import Config
+from linvit.training.contract import Batch, BatchSource, Objective, Task
+from linvit.training.engine.determinism import repeatable, without_cudnn_attention
+from linvit.training.engine.diagnosis import Diverged, find_bad_layer
+from linvit.training.engine.meters import Meters
+from linvit.training.engine.phases import Phase
+from linvit.training.engine.step import Stepper
+from linvit.training.logs import Log, cut_log
+from linvit.training.optimisation.schedule import stage_schedule
+from linvit.training.processes import Processes
+
+Watch = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run goes. In its `folder` it is logged, kept in checkpoints and ends in the models `last` and `best`,
+    unless `models` says that nobody wants these. `watch` hears every record of the log. `identity` says what else the
+    run is, its data and teacher say, so that no other run goes on with its checkpoints."""
+
+    folder: Path | None = None
+    watch: Watch | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    models: bool = True
+
+
+@dataclass
+class Outcome:
+    """How a run ended. The speed is the median over the log lines, without the first, which warms up."""
+
+    steps: int
+    seconds: float
+    images_per_second: float | None = None
+    last: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+
+
+class Engine:
+    """Trains one model through its phases. The task says how good a model is, callbacks do what only some recipes
+    need."""
+
+    log: Log
+    stepper: Stepper
+
+    def __init__(
+        self,
+        processes: Processes,
+        model: nn.Module,
+        config: Config,
+        source: BatchSource,
+        phases: Sequence[Phase],
+        *,
+        task: Task | None = None,
+        output: Output | None = None,
+    ) -> None:
+        if source.batches < 1:
+            raise LinvitError(f"an epoch has no full batch of {config.batch_size} images: set a smaller batch_size")
+        self.processes, self.config, self.source, self.phases = processes, config, source, list(phases)
+        self.task, self.output = task or Task(), output or Output()
+        self.model = model.to(processes.device)
+        processes.broadcast(self.model.state_dict().values())
+        self.epoch_steps = source.batches / config.accumulate
+        counts = [max(1, round(phase.stage.epochs * self.epoch_steps)) for phase in phases]
+        self.ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        self.step = 0
+        self.callbacks = make_callbacks(config, self.model, processes, source, self.task, self.steps)
+        self.meters = Meters(processes)
+        output, model = self.output, self.model
+        self.state = RunState(processes, config, model, self.callbacks, output.folder, output.identity, output.models)
+        self.before = ""  # in words, how it was when it was logged last
+
+    @property
+    def steps(self) -> int:
+        return self.ends[-1]
+
+    def run(self, *, resume: bool = False) -> Outcome:
+        """Train to the end. With `resume`, go on from the newest usable checkpoint, if there is one."""
+        if self.state.begun and not resume:
+            raise LinvitError(f"{self.output.folder} holds a run: --resume goes on with it, or give another folder")
+        notes: list[str] = []
+        restored = self.state.restore(notes.append) if resume else None
+        metrics: dict[str, float] = {}
+        if restored is not None:
+            known = restored[1]
+            self.step, self.meters.seconds = known["step"], known["seconds"]
+            metrics = known["metrics"] if self.step == self.steps else {}  # of a run that was finished
+            notes.append(f"resumed after step {self.step} of {self.steps}")
+        began = time.perf_counter()
+        learning = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
+        self.log = self.open_log(self.step if restored is not None else -1)
+        try:
+            for text in notes:
+                self.note(text)
+            self.stepper = Stepper(self.processes, self.model, self.config, self.meters, self.note)
+            batches = self.batches(self.step)
+            with without_cudnn_attention(), repeatable(self.config.deterministic):
+                if restored is None:
+                    self.evaluate()  # what conversion left, before anything is learnt
+                for phase, end in zip(self.phases, self.ends, strict=True):
+                    if self.step < end:
+                        metrics = self.run_stage(phase, end, batches, restored)
+                        restored = None
+                metrics = metrics or self.evaluate()
+            if self.output.models:
+                self.state.save_models()
+        finally:
+            self.log.close()
+            for callback in self.callbacks:
+                callback.close()
+            for phase in self.phases:
+                phase.objective.reset()  # a step that failed leaves it half done
+            for parameter, learnt in learning.items():
+                parameter.requires_grad_(learnt)
+        best = self.state.best[1] if self.state.best is not None else {}
+        shown = {**best.get("metrics", {}), "step": best["step"]} if best else {}
+        return Outcome(self.step, round(time.perf_counter() - began, 2), self.meters.speed, metrics, shown)
+
+    def run_stage(
+        self, phase: Phase, end: int, batches: Iterator[Batch], restored: Restored | None
+    ) -> dict[str, float]:
+        """The rest of a stage, up to step `end`; the metrics at its end."""
+        config, stepper, meters = self.config, self.stepper, self.meters
+        start = max([0, *(other for other in self.ends if other < end)])
+        schedule = stage_schedule(config, phase.stage, end - start, self.epoch_steps)
+        at = Position(phase.stage, self.step, start, end, schedule.warmup)
+        stepper.begin_stage(phase.stage)
+        meters.begin()
+        if phase.prepare is not None and self.step == start:
+            phase.prepare(self.source.epoch(0))
+            self.processes.broadcast(self.model.parameters())
+        if restored is not None and self.step > start:
+            restore_optimiser(stepper.optimiser, restored)
+        objective = phase.objective
+        for callback in self.callbacks:
+            callback.before_stage(at)
+            objective = callback.wrap(objective, at)
+        stepper.minimise(phase.step(objective, self.model, config, self.processes.device))
+        every = max(1, round(config.eval_epochs * self.epoch_steps))
+        metrics: dict[str, float] = {}
+        self.model.train()
+        meters.good.fill_(self.step)
+        meters.stop_clock()
+        meters.begin()
+        while self.step < end:
+            lr = schedule(self.step - start)
+            self.take_step(at, lr, objective, batches)
+            self.step = at.step
+            ended, measured = self.step == end, self.step == end or self.step % every == 0
+            if measured or self.step % config.log_steps == 0:
+                self.write_log(at, lr, objective)
+            if ended and not all_finite(self.model):
+                self.stop_diverged(self.step - 1, objective)
+            if measured:
+                metrics = self.evaluate()
+            if self.state.due() or (self.step == self.steps and self.output.models):
+                meters.stop_clock()
+                known = {"seconds": meters.seconds, "metrics": metrics if measured else {}}
+                self.state.save(self.step, stepper.optimiser, meters.bad, known)
+                meters.start_clock()
+        return metrics
+
+    def take_step(self, at: Position, lr: float, objective: Objective, batches: Iterator[Batch]) -> None:
+        """One step of the optimiser, with all that callbacks do around it."""
+        self.stepper.seed(at.step)
+        for callback in self.callbacks:
+            callback.before_step(at)
+        self.stepper.take(at.step, lr, self.changed(batches, at.step), objective.variant)
+        at.step += 1
+        for callback in self.callbacks:
+            callback.after_step(at)
+
+    def batches(self, step: int) -> Iterator[Batch]:
+        """The batches of all epochs in a row, from a step on."""
+        epoch, skip = divmod(step * self.config.accumulate, self.source.batches)
+        while True:
+            yield from self.source.epoch(epoch, skip)
+            epoch, skip = epoch + 1, 0
+
+    def changed(self, batches: Iterator[Batch], step: int) -> Iterator[Batch]:
+        """A step's batches, as the callbacks want them."""
+        for batch in islice(batches, self.config.accumulate):
+            for callback in self.callbacks:
+                batch = callback.change_batch(batch, step)
+            yield batch
+
+    def evaluate(self) -> dict[str, float]:
+        """The task's metrics of the shown weights, which are kept if they are the best."""
+        if not self.task.best:
+            return {}
+        shown = self.state.shown
+        for callback in self.callbacks:
+            callback.before_evaluation(shown)
+        self.processes.broadcast(shown.buffers())
+        shown.eval()
+        with torch.no_grad(), self.processes.autocast():
+            metrics = dict(self.task.metrics(shown))
+        self.model.train()
+        if self.task.best not in metrics:
+            raise LinvitError(f"evaluation gave {', '.join(metrics) or 'nothing'}: it must give {self.task.best}")
+        score = metrics[self.task.best]
+        self.state.offer(self.step, score if self.task.larger_is_better else -score, metrics)
+        self.log.add("eval", self.step, {**self.so_far(), **metrics})
+        self.meters.begin()
+        return metrics
+
+    def open_log(self, after: int) -> Log:
+        """The run's log, without what was written after a step."""
+        folder = self.output.folder if self.processes.first else None
+        if folder is not None:
+            cut_log(folder, after)
+        return Log(folder, self.output.watch if self.processes.first else None, after)
+
+    def note(self, text: str) -> None:
+        self.log.add("note", self.step, {"text": text})
+
+    def so_far(self) -> dict[str, float]:
+        """Epochs and seconds of training, without evaluations and checkpoints."""
+        return {"epoch": round(self.step / self.epoch_steps, 4), "seconds": round(self.meters.seconds, 3)}
+
+    def write_log(self, at: Position, lr: float, objective: Objective) -> None:
+        """Fetch the meters in one go, stop if a loss was not finite, and log."""
+        values, bad = self.meters.read()
+        if bad is not None:
+            self.stop_diverged(bad, objective)
+        self.meters.stop_clock()
+        speed = self.meters.images_per_second(self.config.batch_size)
+        self.before = f"before, the loss was {values['loss']:.3g}, the gradient's norm {values['gradient_norm']:.3g}; "
+        record: dict[str, Any] = {"stage": at.stage.name, **self.so_far(), **values, "lr": lr}
+        record |= {"images_per_second": speed, "steps": self.steps}
+        for callback in self.callbacks:
+            record |= callback.log(self.step)
+        self.log.add("train", self.step, record)
+        self.meters.begin()
+
+    def stop_diverged(self, step: int, objective: Objective) -> None:
+        """Run the batch of the bad step again to find the layer, and say what is left."""
+        self.stepper.seed(step)
+        where = None
+        for batch in self.changed(self.batches(step), step):
+            with self.processes.autocast():
+                where = where or find_bad_layer(self.model, objective, batch)
+        where = next(filter(None, self.processes.gather_objects(where)), None)  # it may be another process's batch
+        files = self.state.files.files() if self.state.files else []
+        left = f"the last good checkpoint is {files[0]}" if files else "there was no checkpoint yet"
+        began = f"it began in {where}" if where else "the step went well when it was run again"
+        message = f"the loss is NaN or infinite in step {step + 1}: {began}; {self.before}{left}"
+        self.log.add("note", self.step, {"text": message}, shown=False)
+        raise Diverged(f"{message}; a lower lr, a clip_norm or precision=fp32 may help")

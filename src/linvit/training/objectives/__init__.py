@@ -1,0 +1,1 @@
+"""What stages minimise: losses on labels, distillation, alignment, and what is solved before a stage begins."""
