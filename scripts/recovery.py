@@ -22,8 +22,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from linvit.comparison.report.reading import Run, read
-from linvit.comparison.statistics import Difference, difference, estimate
+from linvit.comparison.reporting.reading import Run, read
+from linvit.comparison.statistics.estimates import Difference, difference, estimate
 
 PLAIN, FAST = "distil", "fast"
 COLOURS = {PLAIN: "#8d99ae", FAST: "#d1495b"}

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from linvit.comparison.report.reading import Run, read
-from linvit.comparison.statistics import estimate
+from linvit.comparison.reporting.reading import Run, read
+from linvit.comparison.statistics.estimates import estimate
 from linvit.training.recipes import recipe
 
 # How long, at which size, how evaluated and which seed: not what a variant is about.

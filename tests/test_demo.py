@@ -17,9 +17,9 @@ from scripts.demo import comparing, photograph
 from scripts.demo.screen import PARTS, Screen
 from sklearn.datasets import load_sample_image
 
-from linvit.comparison.request import read_request
-from linvit.comparison.spec import load, preset_text
-from linvit.comparison.store import Store
+from linvit.comparison.description.request import read_request
+from linvit.comparison.description.spec import load, preset_text
+from linvit.comparison.scheduling.store import Store
 
 ROOT = Path(__file__).parent.parent
 CANDIDATES = ["softmax", "mixa:keep=1", "castling", "mobile", "qt"]

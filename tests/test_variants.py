@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts import variants
 
-from linvit.comparison.report.reading import read
+from linvit.comparison.reporting.reading import read
 from linvit.training.config import override
 from linvit.training.recipes import recipe
 from tests.comparison.synthetic import run, write

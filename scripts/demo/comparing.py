@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from linvit.cli.output import console, table
-from linvit.comparison.engines.choice import choose
-from linvit.comparison.grid import Task
-from linvit.comparison.report import Contents, gather, render
-from linvit.comparison.report.rows import Row, Setting
-from linvit.comparison.request import Request, read_request
-from linvit.comparison.store import Store
+from linvit.comparison.scheduling.places.choice import choose
+from linvit.comparison.description.grid import Task
+from linvit.comparison.reporting import Contents, gather, render
+from linvit.comparison.statistics.rows import Row, Setting
+from linvit.comparison.description.request import Request, read_request
+from linvit.comparison.scheduling.store import Store
 from scripts.demo.screen import Screen
 
 WORKERS = min(4, os.cpu_count() or 1)

@@ -210,7 +210,7 @@ def test_the_bars_at_a_terminal(tmp_path: Path) -> None:
     from rich.console import Console
 
     from linvit.cli.compare_output import bars
-    from linvit.comparison.store import Store
+    from linvit.comparison.scheduling.store import Store
     from tests.comparison.tasks import make_result, make_task
 
     store, tasks = Store(tmp_path), [make_task(1), make_task(2), make_task(3, "speed")]

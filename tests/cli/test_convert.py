@@ -16,7 +16,7 @@ from sklearn.datasets import load_sample_image
 
 import linvit as library
 from linvit.cli.convert import FEATURES
-from linvit.comparison.building import droppable
+from linvit.comparison.description.building import droppable
 from linvit.conversion import as_plan
 from linvit.conversion.calibration import calibration_images
 from linvit.conversion.sensitivity import output_similarity

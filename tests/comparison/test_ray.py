@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from linvit.comparison.engines import local, real_execute
-from linvit.comparison.engines import ray as engine
-from linvit.comparison.engines.ray_cluster import OneVoice, connect
-from linvit.comparison.engines.ray_files import keep_only, mirrored, read_files, write_files
-from linvit.comparison.engines.ray_worker import absolute, misfit, own_source
-from linvit.comparison.grid import Task, expand
-from linvit.comparison.running import without_timings
-from linvit.comparison.spec import Comparison, Measure
-from linvit.comparison.store import Store
+from linvit.comparison.description.grid import Task, expand
+from linvit.comparison.description.spec import Comparison, Measure
+from linvit.comparison.scheduling.board import local, real_execute
+from linvit.comparison.scheduling.board import ray as engine
+from linvit.comparison.scheduling.execution.running import without_timings
+from linvit.comparison.scheduling.places.ray_cluster import OneVoice, connect
+from linvit.comparison.scheduling.places.ray_files import keep_only, mirrored, read_files, write_files
+from linvit.comparison.scheduling.places.ray_worker import absolute, misfit, own_source
+from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
 from tests.comparison.tasks import log, make_result, make_task, quick
 
@@ -211,8 +211,8 @@ def test_ctrl_c_ends_the_workers_and_leaves_the_store_good(ray: Any, tmp_path: P
 
 DRIVER = """
 import sys
-from linvit.comparison.engines import ray
-from linvit.comparison.store import Store
+from linvit.comparison.scheduling.board import ray
+from linvit.comparison.scheduling.store import Store
 from tests.comparison.tasks import make_task, quick
 
 tasks = [make_task(number, seconds=float(seconds)) for number, seconds in enumerate(sys.argv[3:])]
@@ -296,7 +296,7 @@ def test_places_are_absolute_on_their_way(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_checkpoints_are_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linvit.comparison.engines.ray_files.EVERY", 0.05)
+    monkeypatch.setattr("linvit.comparison.scheduling.places.ray_files.EVERY", 0.05)
     there, here = tmp_path / "there", tmp_path / "here"
     write_files(there, {"log.jsonl": b"a", "checkpoints/step-1.safetensors": b"1"})
     write_files(here, read_files(there))
