@@ -154,7 +154,8 @@ def test_ctrl_c_stops_the_workers(tmp_path: Path) -> None:
     """The whole group gets the signal, as at a terminal: workers stop, claims are given back, a second run goes on."""
     code = (
         "import sys; from linvit.comparison.scheduling.scheduler import run;"
-        "from linvit.comparison.scheduling.places.gpus import Gpus; from linvit.comparison.scheduling.store import Store;"
+        "from linvit.comparison.scheduling.places.gpus import Gpus;"
+        "from linvit.comparison.scheduling.store import Store;"
         "from tests.comparison.tasks import make_task, quick\n"
         "if __name__ == '__main__': run([make_task(n, seconds=30) for n in (1, 2)], Store(sys.argv[1]),"
         "watch=lambda task, record: print(record['kind'], flush=True), place=Gpus(quick, per_gpu=2))"
@@ -186,7 +187,8 @@ def test_several_processes_do_one_run_together(tmp_path: Path) -> None:
     """As `accelerate launch` and `torchrun` start them: all work on the same run, one writes it."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys; from linvit.comparison.scheduling.places.choice import choose; from linvit.comparison.scheduling.store import Store;"
+        "import sys; from linvit.comparison.scheduling.places.choice import choose;"
+        "from linvit.comparison.scheduling.store import Store;"
         "from tests.comparison.tasks import make_task, quick;"
         "summary = choose('auto')([make_task(1), make_task(2), make_task(3, 'speed')], Store(sys.argv[1]),"
         "watch=lambda *_: None, execute=quick); assert summary.complete and len(summary.done) == 2, summary"

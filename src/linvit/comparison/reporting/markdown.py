@@ -29,7 +29,7 @@ def markdown(contents: Contents) -> str:
         blocks += [claims_table(claimed)] if claimed else []
     blocks += ["## How it was measured", bullets(method(contents.settings))]
     blocks += ["Caveats:", bullets(caveats(contents.results, contents.settings))]
-    ours = inferred({run.label.mechanism for run in contents.results.runs})
+    ours = inferred(sorted({run.label.mechanism for run in contents.results.runs}))
     blocks += ["Inferred, where a paper is silent:", bullets(f"{name}: {text}" for name, text in ours)] if ours else []
     made = ((name, ", ".join(values)) for name, values in hardware(contents.results).items())
     blocks.append(table(["made with", ""], made))

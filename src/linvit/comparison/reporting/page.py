@@ -97,7 +97,7 @@ def method_html(contents: Contents) -> str:
         f"<dt>{escape(name)}</dt><dd>{'<br>'.join(escape(value) for value in values)}</dd>"
         for name, values in hardware(results).items()
     )
-    ours = inferred({run.label.mechanism for run in results.runs})
+    ours = inferred(sorted({run.label.mechanism for run in results.runs}))
     said = [f"<b>{escape(names)}</b>: {escape(sentence)}" for names, sentence in ours]
     return (
         '<div class="columns"><div>'
