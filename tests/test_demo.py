@@ -69,11 +69,11 @@ def test_whole_demo_and_once_more(small: Path, screen: Screen, capsys: pytest.Ca
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split()[:1] and "%" in line}
     assert rows.keys() >= set(CANDIDATES) and "1,437 images to learn from, 360 to check; one seed" in out
-    for run in Store(folder / "store").results("run"):
-        name, zero_shot = run["label"]["candidate"], run["conversion"]["zero_shot"]
-        assert rows[name][1:4:2] == [f"{zero_shot:.1f}", f"{run['accuracy']['top1']:.1f}"]
+    for run in Store(folder / "store").runs():
+        name = run.label.candidate
+        assert rows[name][1:4:2] == [f"{run.conversion.zero_shot:.1f}", f"{run.top1:.1f}"]
         assert re.search(r"\d\.\d\d×", " ".join(rows[name])), "its speed against softmax is not there"
-        assert run["environment"]["command"] == "linvit compare small.toml -o demo/store --per-gpu 1"
+        assert run.environment.command == "linvit compare small.toml -o demo/store --per-gpu 1"
     assert rows["softmax"][5] == "–" and all("±" in " ".join(rows[name]) for name in CANDIDATES[1:])
     assert str(folder / "report.html") in out and str(folder / "photograph.png") in out
 

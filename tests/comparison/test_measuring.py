@@ -9,9 +9,9 @@ import torch
 
 from linvit.codec import to_plain
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import SOFTMAX, Structure, without_timings
+from linvit.comparison.results import SOFTMAX, SpeedPoint, Structure, without_timings
 from linvit.comparison.scheduling.execution import measuring
-from linvit.comparison.scheduling.execution.measuring import Contender, Point, devices_for, measure_speed
+from linvit.comparison.scheduling.execution.measuring import Contender, devices_for, measure_speed
 from linvit.comparison.scheduling.execution.running import execute
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
@@ -19,6 +19,10 @@ from linvit.measurement import clock
 from tests.comparison.small import FAIR, tasks
 
 CPU = torch.device("cpu")
+
+
+def point_at(size: int, batch: int, **more: Any) -> SpeedPoint:
+    return SpeedPoint(device="cpu", size=size, tokens=0, batch=batch, precision="fp32", **more)
 
 
 def speed(candidate: str, **measure: Any) -> Task:
@@ -63,7 +67,7 @@ def test_what_does_not_fit_is_a_row_with_a_note(monkeypatch: pytest.MonkeyPatch)
     """Softmax out of memory takes the ratio away, the candidate out of memory the row's numbers; the rest goes on."""
     real = Contender.call
 
-    def full(self: Contender, point: Point) -> Any:
+    def full(self: Contender, point: SpeedPoint) -> Any:
         name = self.structure.candidate.name
         if (name, point.size, point.batch) in (("softmax", 32, 4), ("stella", 64, 1)):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB")
@@ -102,7 +106,7 @@ def test_both_are_replayed_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda: replays.append("")
 
     monkeypatch.setattr(measuring, "record", record)
-    point = Point(32, 4, "inference", "fp32", False, CPU, graph=True)
+    point = point_at(32, 4, cuda_graph=True)
     task = speed("stella")
     ours, softmax = (Contender(task.identity, c) for c in (task.identity.candidate, SOFTMAX))
     replayed, times = measuring.clocked({ours: call("ours"), softmax: call("softmax")}, point, 0.001)
@@ -118,12 +122,12 @@ def test_what_takes_too_long_is_left_out() -> None:
     linear, softmax = (Contender(task.identity, c) for c in (task.identity.candidate, SOFTMAX))
     for contender in (linear, softmax):
         contender.build(32, CPU)
-        contender.learn(Point(32, 2, "inference", "fp32", False, CPU), 200.0)
+        contender.learn(point_at(32, 2), 200.0)
         contender.build(64, CPU)
-    point = Point(64, 1, "inference", "fp32", False, CPU)
+    point = point_at(64, 1)
     assert linear.guess(point) == pytest.approx(0.4) and softmax.guess(point) == pytest.approx(1.6)
     with pytest.raises(measuring.NotTimed, match="about 102 s a pass"):
-        softmax.call(Point(64, 64, "inference", "fp32", False, CPU))
+        softmax.call(point_at(64, 64))
 
 
 def test_a_size_the_architecture_cannot_have_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
     ended = {*summary.done, *summary.earlier}
     keys = list(dict.fromkeys(task.candidate_key for task in tasks))
     page = store.folder / PAGE
-    found = report(store.folder, page).settings if ended or summary.failed else ()
+    found = report(store.folder, page).settings if summary.anything else ()
     by_key = {task.key: task for task in tasks}
     failed = [
         {"key": key, "label": to_plain(by_key[key].label), "error": store.failures(key)[-1].error}
@@ -196,7 +196,7 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
     if as_json:
         rows = [row for setting in found for row in setting_json(setting, keys)]
         counts = {"done": summary.done, "earlier": summary.earlier, "missing": summary.missing}
-        where = {"store": str(store.folder), "report": str(page)}
+        where = {"store": str(store.folder), "report": str(page) if found else None}
         print_json({**where, **counts, "failed": failed, "rows": rows, "notes": store.notes})
         return
     for setting in found:
@@ -210,7 +210,7 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
         lacking += f", {len(summary.missing)} are missing" if summary.missing else ""
         print(f"{lacking}: linvit compare -o {store.folder} --retry tries them again.")
     files = f"{len(ended)} result file{'s' if len(ended) != 1 else ''}"
-    print(f"{files} in {store.folder}. Report: {page}")
+    print(f"{files} in {store.folder}. Report: {page if found else 'none yet'}")
 
 
 def print_setting(setting: Setting, keys: list[str]) -> None:

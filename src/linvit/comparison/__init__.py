@@ -44,7 +44,8 @@ def compare(
     for comparison in request.comparisons:
         found.ask(comparison)
     summary = work(request.tasks, found, watch=watch, retry=retry)
-    report(store, found.folder / PAGE)
+    if summary.anything:
+        report(store, found.folder / PAGE)
     return summary
 
 

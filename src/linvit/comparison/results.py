@@ -55,9 +55,16 @@ class Structure:
 
 
 @dataclass(frozen=True)
-class DataSet:
+class Named:
+    """What lies somewhere, by its name and what tells it from others of that name."""
+
     name: str
     digest: str | None
+
+
+@dataclass(frozen=True)
+class DataSet(Named):
+    """The images that are learnt."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +76,8 @@ class TrainedTeacher:
 
 
 @dataclass(frozen=True)
-class GivenTeacher:
+class GivenTeacher(Named):
     """A teacher from elsewhere: a folder that linvit saved, or a timm model, which has no digest."""
-
-    name: str
-    digest: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +142,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class DataFacts:
-    name: str
-    digest: str | None
+class DataFacts(DataSet):
     train: int | None
     validation: int
 

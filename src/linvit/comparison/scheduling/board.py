@@ -23,6 +23,11 @@ class Summary:
     def complete(self) -> bool:
         return not self.failed and not self.missing
 
+    @property
+    def anything(self) -> bool:
+        """Whether there is something to report."""
+        return bool(self.done or self.earlier or self.failed)
+
 
 class Board:
     """The tasks of one command, and how each stands. A task that failed before is left alone unless `retry`. A speed is

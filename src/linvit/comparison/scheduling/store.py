@@ -19,11 +19,11 @@ import os
 import re
 import shutil
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,14 +38,6 @@ from linvit.files import create, read_json, to_json, write_json
 from linvit.measurement.record import environment, hardware
 
 FOLDERS = {"run": "runs", "teacher": "runs", "speed": "speeds", "failure": "failures"}
-
-
-class Readable(Protocol):
-    """What results are read from: a store, or an archive of one."""
-
-    notes: list[str]
-
-    def results(self) -> Iterable[Run | Speed | Failure]: ...
 
 
 class Store:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,22 +41,7 @@ from linvit.training.capture import recording
 BUDGETS = {"cpu": 0.4, "cuda": 0.15}  # seconds for each point and model
 SLOW, SLOW_BATCH = 5.0, 3.0  # a pass that is likely to take more seconds is left out
 TRAINING = 4.0  # times an inference, when a training step's time is guessed
-
-
 Call = Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Point:
-    """What a row times."""
-
-    size: int
-    batch: int
-    which: str  # inference or training
-    precision: str
-    compiled: bool
-    device: torch.device
-    graph: bool = False  # to be replayed
 
 
 class Contender:
@@ -76,32 +61,34 @@ class Contender:
         self.degree = 1 if all(isinstance(h, Host) and h.mechanism.capabilities.linear for h in hosts) else 2
         self.model = model.to(device)
 
-    def guess(self, point: Point) -> float:
+    def guess(self, point: SpeedPoint) -> float:
         """About how many seconds a pass will take; 0 before anything is known."""
         if self.seen is None:
             return 0.0
         tokens, seconds = self.seen
         grown = seconds * point.batch * (self.tokens / tokens) ** self.degree
-        return grown * TRAINING if point.which == "training" else grown
+        return grown * TRAINING if point.what == "training" else grown
 
-    def call(self, point: Point) -> Call:
+    def call(self, point: SpeedPoint) -> Call:
         """The pass to be timed, after it has shown that it gives numbers."""
         assert self.model is not None
         if (seconds := self.guess(point)) > (SLOW if point.batch == 1 else SLOW_BATCH):
             raise NotTimed(f"left out: about {seconds:.0f} s a pass")
         generator = torch.Generator(point.device).manual_seed(0)
         images = torch.randn(point.batch, 3, point.size, point.size, generator=generator, device=point.device)
-        if point.which == "inference":
+        if point.what == "inference":
             call = inference_call(self.model, images, point.precision, compiled=point.compiled)
         else:
             forward = torch.compile(self.model.float(), dynamic=False) if point.compiled else None
-            call = training_call(self.model.float(), images, point.precision, forward=forward, recorded=point.graph)
+            call = training_call(
+                self.model.float(), images, point.precision, forward=forward, recorded=point.cuda_graph
+            )
         if not bool(call().isfinite().all()):
             raise NotTimed("the output is not finite")
         return call
 
-    def learn(self, point: Point, milliseconds: float) -> None:
-        if point.which == "inference":
+    def learn(self, point: SpeedPoint, milliseconds: float) -> None:
+        if point.what == "inference":
             self.seen = (self.tokens, milliseconds / 1e3 / point.batch)
 
 
@@ -152,43 +139,42 @@ def try_building(contender: Contender, size: int, device: torch.device) -> str |
     return None
 
 
-def points(identity: SpeedIdentity, size: int, device: torch.device) -> Iterator[Point]:
-    """Latency, throughput, and at the trained size a training step."""
-    precision = identity.precision
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
-    rest = (precision, identity.compile, device, bool(identity.cuda_graph) and device.type == "cuda")
-    yield Point(size, 1, "inference", *rest)
+def points(identity: SpeedIdentity, size: int, device: torch.device) -> Iterator[SpeedPoint]:
+    """What is to be timed: latency, throughput, and at the trained size a training step."""
+    cuda = device.type == "cuda"
+    precision = identity.precision if identity.precision != "auto" else "bf16" if cuda else "fp32"
+    latency = SpeedPoint(
+        device=device.type,
+        size=size,
+        tokens=0,
+        batch=1,
+        precision=precision,
+        compiled=identity.compile,
+        cuda_graph=bool(identity.cuda_graph) and cuda,
+    )
+    yield latency
     if identity.batch > 1:
-        yield Point(size, identity.batch, "inference", *rest)
+        yield replace(latency, batch=identity.batch)
     if size == identity.size:
-        yield Point(size, identity.batch, "training", *rest)
+        yield replace(latency, batch=identity.batch, what="training")
 
 
 def time_point(
-    point: Point, ours: Contender, softmax: Contender, failed: Mapping[Contender, str | None], budget: float
+    wanted: SpeedPoint, ours: Contender, softmax: Contender, failed: Mapping[Contender, str | None], budget: float
 ) -> SpeedPoint:
     """One row. Softmax is timed by turns with the candidate; where it cannot do this, there is no ratio."""
-    row = SpeedPoint(
-        device=point.device.type,
-        size=point.size,
-        tokens=ours.tokens,
-        batch=point.batch,
-        what=point.which,
-        precision=point.precision,
-        compiled=point.compiled,
-    )
+    point = replace(wanted, tokens=ours.tokens)
     calls: dict[Contender, Call] = {}
     for contender in dict.fromkeys((ours, softmax)):
         note = failed[contender] or prepare(contender, point, calls)
         if note is not None and contender is ours:
-            return replace(row, note=note)
+            return replace(point, note=note, cuda_graph=False)
     assert ours.model is not None
     ours.model.zero_grad(set_to_none=True)  # a step's gradients count as its own
     peak, replayed = None, False
     found: list[clock.Timing] = []
     try:
-        peak = clock.peak_memory(calls[ours], point.device)
+        peak = clock.peak_memory(calls[ours], torch.device(point.device))
         replayed, found = clocked(calls, point, budget)
     except torch.OutOfMemoryError:
         pass
@@ -201,7 +187,7 @@ def time_point(
         contender.learn(point, timing.low)
     own = times[ours]
     return replace(
-        row,
+        point,
         cuda_graph=replayed,
         milliseconds=Milliseconds(own.median, own.low, own.high),
         images_per_second=point.batch / own.median * 1e3,
@@ -210,9 +196,9 @@ def time_point(
     )
 
 
-def clocked(calls: Mapping[Contender, Call], point: Point, budget: float) -> tuple[bool, list[clock.Timing]]:
+def clocked(calls: Mapping[Contender, Call], point: SpeedPoint, budget: float) -> tuple[bool, list[clock.Timing]]:
     """The times of the calls, by turns, and whether they were replayed."""
-    timed, replayed = list(calls.values()), point.graph
+    timed, replayed = list(calls.values()), point.cuda_graph
     if replayed:
         try:
             timed = [record(call) for call in timed]
@@ -220,7 +206,7 @@ def clocked(calls: Mapping[Contender, Call], point: Point, budget: float) -> tup
             raise
         except RuntimeError:  # something in one of them asks the host
             timed, replayed = list(calls.values()), False
-    return replayed, clock.by_turns(timed, point.device, alone=point.batch == 1, budget=budget)
+    return replayed, clock.by_turns(timed, torch.device(point.device), alone=point.batch == 1, budget=budget)
 
 
 def record(call: Call) -> Call:
@@ -241,7 +227,7 @@ def record(call: Call) -> Call:
     return replay
 
 
-def prepare(contender: Contender, point: Point, calls: dict[Contender, Call]) -> str | None:
+def prepare(contender: Contender, point: SpeedPoint, calls: dict[Contender, Call]) -> str | None:
     """Add the contender's pass to the calls; why there is none, if so."""
     try:
         calls[contender] = contender.call(point)
@@ -259,11 +245,11 @@ def reason_of(error: Exception) -> str:
     return line if isinstance(error, LinvitError | NotTimed) else f"{type(error).__name__}: {line}"
 
 
-def clean(point: Point) -> None:
+def clean(point: SpeedPoint) -> None:
     if point.compiled:
         torch._dynamo.reset()
     gc.collect()
-    if point.device.type == "cuda":
+    if point.device == "cuda":
         torch.cuda.empty_cache()
 
 
