@@ -23,9 +23,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from linvit.comparison.results import Conversion, Run, average
+from linvit.comparison.results import Conversion, Run
 from linvit.comparison.scheduling.travel import store_name
-from linvit.comparison.statistics.estimates import Difference, difference, estimate
+from linvit.comparison.statistics.estimates import Difference, average, difference, estimate
 from linvit.comparison.statistics.reading import read
 
 PLAIN, FAST = "distil", "fast"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,14 @@ def quick(task: Task, store: Store, *, device: str, shared: int, watch: Any) -> 
     if task.kind == "speed":
         return make_result(task, threads=shared)  # a speed does not say how many shared the device
     return make_result(task, training=Training(0.0, None, None, device, shared))
+
+
+def without_timings(result: Run | Speed) -> Run | Speed:
+    """A result without what may differ when the same task is done again: times, memory, and where it was."""
+    result = replace(result, environment=Environment(hardware="", time=""), seconds=0.0)
+    if isinstance(result, Speed):
+        bare: dict[str, Any] = dict.fromkeys(("milliseconds", "images_per_second", "peak_bytes", "ratio"))
+        return replace(result, rows=tuple(replace(row, **bare) for row in result.rows))
+    epochs = tuple(replace(epoch, seconds=0.0) for epoch in result.accuracy.epochs)
+    training = Training(0.0, None, None, result.training.device, 0)
+    return replace(result, accuracy=replace(result.accuracy, epochs=epochs), training=training)

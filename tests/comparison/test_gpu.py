@@ -10,7 +10,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linvit.comparison.results import without_timings
 from linvit.comparison.scheduling.execution import running
 from linvit.comparison.scheduling.execution.measuring import measure_speed
 from linvit.comparison.scheduling.execution.running import execute
@@ -18,6 +17,7 @@ from linvit.comparison.scheduling.execution.sharing import Shared
 from linvit.comparison.scheduling.store import Store
 from linvit.measurement import clock
 from tests.comparison.small import tasks
+from tests.comparison.tasks import without_timings
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import torch
 
 from linvit.codec import to_plain
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import SOFTMAX, SpeedPoint, Structure, without_timings
+from linvit.comparison.results import SOFTMAX, SpeedPoint, Structure
 from linvit.comparison.scheduling.execution import measuring
 from linvit.comparison.scheduling.execution.measuring import Contender, devices_for, measure_speed
 from linvit.comparison.scheduling.execution.running import execute
@@ -17,6 +17,7 @@ from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
 from linvit.measurement import clock
 from tests.comparison.small import FAIR, tasks
+from tests.comparison.tasks import without_timings
 
 CPU = torch.device("cpu")
 

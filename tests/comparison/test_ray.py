@@ -19,7 +19,7 @@ import pytest
 from linvit.comparison.description.grid import expand
 from linvit.comparison.description.spec import Comparison, Measure
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import Run, Speed, parse_result, without_timings
+from linvit.comparison.results import Run, Speed, parse_result
 from linvit.comparison.scheduling.places import ray as engine
 from linvit.comparison.scheduling.places.here import Here
 from linvit.comparison.scheduling.places.place import real_execute
@@ -30,7 +30,7 @@ from linvit.comparison.scheduling.places.ray_worker import absolute, misfit, own
 from linvit.comparison.scheduling.scheduler import run
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from tests.comparison.tasks import log, make_result, make_task, quick
+from tests.comparison.tasks import log, make_result, make_task, quick, without_timings
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join([str(ROOT / "src"), str(ROOT)])  # of linvit and of the tests, for workers

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from linvit.codec import to_plain
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import DataFacts, DataSet, without_timings
+from linvit.comparison.results import DataFacts, DataSet
 from linvit.comparison.scheduling.execution import running
 from linvit.comparison.scheduling.execution.running import execute, read_config, threads
 from linvit.comparison.scheduling.execution.sharing import Shared
@@ -26,6 +26,7 @@ from linvit.conversion import load
 from linvit.errors import LinvitError
 from linvit.training.recipes import RECIPES, recipe
 from tests.comparison.small import PLAIN, tasks
+from tests.comparison.tasks import without_timings
 
 
 @pytest.fixture(autouse=True)

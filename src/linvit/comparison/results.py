@@ -11,8 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -346,20 +345,3 @@ def parse_object(content: bytes | str) -> dict[str, Any]:
 
 def refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
-
-
-def without_timings(result: Run | Speed) -> Run | Speed:
-    """A result without what may differ when the same task is done again: times, memory, and where it was."""
-    result = replace(result, environment=Environment(hardware="", time=""), seconds=0.0)
-    if isinstance(result, Speed):
-        bare: dict[str, Any] = dict.fromkeys(("milliseconds", "images_per_second", "peak_bytes", "ratio"))
-        return replace(result, rows=tuple(replace(row, **bare) for row in result.rows))
-    epochs = tuple(replace(epoch, seconds=0.0) for epoch in result.accuracy.epochs)
-    training = Training(0.0, None, None, result.training.device, 0)
-    return replace(result, accuracy=replace(result.accuracy, epochs=epochs), training=training)
-
-
-def average(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are there."""
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None

@@ -132,11 +132,11 @@ def ranking(found: Ranking) -> str:
 def claims_table(claimed: Sequence[PaperClaim]) -> str:
     lines = [
         [
-            claim.ours.name if claim.ours else claim.mechanism,
+            claim.ours.name,
             f"{claim.paper}, {claim.model}",
             minus(f"{claim.theirs:+.2g}"),
             claim.against,
-            f"{minus(f'{claim.difference:+.2f}')} {interval(claim.interval)}" if claim.difference is not None else "–",
+            f"{minus(f'{claim.difference:+.2f}')} {interval(claim.interval)}",
         ]
         for claim in claimed
     ]

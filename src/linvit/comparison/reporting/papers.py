@@ -91,13 +91,10 @@ def claims_html(claimed: Sequence[PaperClaim]) -> str:
     rows: list[list[Cell]] = []
     for (paper, _), group in groups.items():
         first = group[0]
-        ours = (
-            f"{minus(f'{first.difference:+.2f}')} {interval(first.interval)}" if first.difference is not None else "–"
-        )
+        ours = f"{minus(f'{first.difference:+.2f}')} {interval(first.interval)}"
         theirs = ", ".join(f"{claim.model} {minus(f'{claim.theirs:+.2g}')}" for claim in group)
         theirs += f". {first.note}" if first.note and len(group) == 1 else ""
-        name = first.ours.name if first.ours else first.mechanism
-        cells: list[Cell] = [escape(name), ("theirs", escape(paper)), ("theirs wide", escape(theirs))]
+        cells: list[Cell] = [escape(first.ours.name), ("theirs", escape(paper)), ("theirs wide", escape(theirs))]
         rows.append([*cells, escape(first.against), ("r", escape(ours))])
     return f"<h3>What replacing the attention changes</h3>{table_html(heads, rows)}"
 

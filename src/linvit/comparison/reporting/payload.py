@@ -19,7 +19,7 @@ FIRST = ("castling", "stella", "mobile", "qt", "mixa")  # the five papers' come 
 Json = dict[str, Any]
 
 
-class Shared:
+class Once:
     """Values that many runs have in common, kept once."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Shared:
 
 
 def payload(results: Results, settings: Sequence[Setting], answer: Answer) -> Json:
-    environments, configs, chips = Shared(), Shared(), Shared()
+    environments, configs, chips = Once(), Once(), Once()
     rows: list[Json] = []
     places: dict[int, int] = {}
     for number, setting in enumerate(settings):
@@ -76,7 +76,7 @@ def apart(settings: Sequence[Setting]) -> list[str]:
     return [name[:1].upper() + name[1:] for name in names]
 
 
-def row_data(row: CandidateRow, environments: Shared, configs: Shared, chips: Shared) -> Json:
+def row_data(row: CandidateRow, environments: Once, configs: Once, chips: Once) -> Json:
     first, curve = row.first, row.curve()
     return {
         **to_plain(row.label),
@@ -101,7 +101,7 @@ def row_data(row: CandidateRow, environments: Shared, configs: Shared, chips: Sh
     }
 
 
-def run_data(run: Run, environments: Shared, configs: Shared) -> Json:
+def run_data(run: Run, environments: Once, configs: Once) -> Json:
     identity = {name: value for name, value in to_plain(run.identity).items() if name not in ("seed", "data")}
     identity["config"] = {name: value for name, value in identity["config"].items() if name != "seed"}
     identity["teacher"] = teacher_of(run.identity) or None
@@ -121,7 +121,7 @@ def run_data(run: Run, environments: Shared, configs: Shared) -> Json:
     }
 
 
-def ladder_data(ladder: Ladder, chips: Shared) -> Json:
+def ladder_data(ladder: Ladder, chips: Once) -> Json:
     return {
         **to_plain(ladder),
         "chip": chips.place(ladder.chip),

@@ -42,14 +42,14 @@ class PaperClaim:
     model: str
     against: str
     theirs: float
-    ours: CandidateRow | None
-    difference: float | None  # ours, in points
+    ours: CandidateRow
+    difference: float  # ours, in points
     interval: tuple[float, float] | None
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Place:
+class RankedPair:
     """A mechanism in the Fair Comparison's table and in ours."""
 
     label: str
@@ -65,7 +65,7 @@ class Ranking:
 
     section: str
     patch: int  # ours
-    places: tuple[Place, ...]
+    places: tuple[RankedPair, ...]
     ranks: Ranks | None
     by_seed: tuple[float, ...]  # tau of each seed on its own
     agreeing: int  # pairs that our runs tell apart, in their order
@@ -102,16 +102,17 @@ def claims(rows: Sequence[CandidateRow]) -> list[PaperClaim]:
     for row, base in zip(printed[:6], printed[6:12], strict=True):
         change = round((number(row) or 0) - (number(base) or 0), 2)
         found.append(claim(TABLES["qtvit"].title, "qt", base.label, "relu_linear", change, row.note, rows))
-    return [made for made in found if made.ours is not None]
+    return [made for made in found if made is not None]
 
 
 def claim(
     paper: str, mechanism: str, model: str, against: str, theirs: float, note: str, rows: Sequence[CandidateRow]
-) -> PaperClaim:
+) -> PaperClaim | None:
+    """None where we have not got both the mechanism and what it is compared with."""
     ours = nearest(mechanism, rows)
     base = next((row for row in rows if row.label.candidate == against), None)
     if ours is None or base is None:
-        return PaperClaim(paper, mechanism, model, against, theirs, None, None, None, note)
+        return None
     found = paired(ours, base)
     mean = ours.top1.mean - base.top1.mean if found is None else found.mean
     return PaperClaim(paper, mechanism, model, against, theirs, ours, mean, found.interval if found else None, note)
@@ -149,7 +150,8 @@ def rankings(setting: Setting) -> list[Ranking]:
 def rank_pairs(section: str, pairs: Sequence[tuple[Printed, CandidateRow]]) -> Ranking:
     theirs, ours = [number(printed) or 0.0 for printed, _ in pairs], [row.top1.mean for _, row in pairs]
     places = [
-        Place(printed.label, printed, row, rank(theirs, i), rank(ours, i)) for i, (printed, row) in enumerate(pairs)
+        RankedPair(printed.label, printed, row, rank(theirs, i), rank(ours, i))
+        for i, (printed, row) in enumerate(pairs)
     ]
     seeds = set.intersection(*(set(row.seeds) for _, row in pairs))
     alone = [kendall(theirs, [row.at(seed) for _, row in pairs]) for seed in sorted(seeds)]

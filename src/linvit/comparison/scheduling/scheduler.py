@@ -1,7 +1,7 @@
 """The one scheduler: it claims tasks, sends them to a place, hears what becomes of them and writes that down.
 
 The store is the queue: several schedulers, on several machines, may work on one at the same time. Runs come first;
-speeds when none is left that is not somebody else's, one at a time on each bench and with nothing beside them. A worker
+speeds when none is left that is not somebody else's, one at a time on each slot and with nothing beside them. A worker
 goes on with the candidate it did before, whose code is compiled. A task whose worker dies is sent again, three times at
 most. A task that fails by itself is recorded and stops nobody. What others work on is waited for, in case they die.
 
@@ -21,7 +21,7 @@ from typing import Any
 from linvit.comparison.description.task import Task
 from linvit.comparison.scheduling.board import Board, Summary
 from linvit.comparison.scheduling.claims import Claim, ClaimLost
-from linvit.comparison.scheduling.places.place import Bench, Place, Record
+from linvit.comparison.scheduling.places.place import Place, Record, TimingSlot
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
 
@@ -42,10 +42,10 @@ def run(tasks: Sequence[Task], store: Store, place: Place, *, watch: Watch, retr
 
 @dataclass(eq=False)
 class Hand:
-    """A worker of ours: for runs, or on the bench where it times one speed after another."""
+    """A worker of ours: for runs, or on the slot where it times one speed after another."""
 
     worker: Any
-    bench: Bench | None
+    slot: TimingSlot | None
     affinity: str = ""  # whose compiled steps it has
     busy: bool = False
 
@@ -102,20 +102,20 @@ class Scheduler:
     def fill(self) -> bool:
         """Send as much as the place takes; whether anything is left to do or to wait for."""
         runs = [task for task in self.board.open() if task.kind != "speed" and task.key not in self.ended]
-        timing = any(hand.bench and hand.busy for hand in self.hands)
+        timing = any(hand.slot and hand.busy for hand in self.hands)
         if not timing:
             self.fill_with_runs([task for task in runs if task.key not in self.flying])
             self.dismiss_idle(of_runs=True)
         speeds = self.speeds()
-        if not any(hand.bench is None for hand in self.hands) and all(self.store.claimed(task) for task in runs):
+        if not any(hand.slot is None for hand in self.hands) and all(self.store.claimed(task) for task in runs):
             self.fill_with_speeds(speeds)
         self.dismiss_idle()
         return bool(runs or speeds)
 
     def fill_with_runs(self, runs: list[Task]) -> None:
         ready = [task for task in runs if self.board.blocked(task) is None]
-        hands: list[Hand | None] = [hand for hand in self.hands if hand.bench is None and not hand.busy]
-        hands += [None] * (self.place.capacity() - sum(hand.bench is None for hand in self.hands) if ready else 0)
+        hands: list[Hand | None] = [hand for hand in self.hands if hand.slot is None and not hand.busy]
+        hands += [None] * (self.place.capacity() - sum(hand.slot is None for hand in self.hands) if ready else 0)
         for hand in hands:
             self.send_best(ready, hand)
 
@@ -129,40 +129,40 @@ class Scheduler:
             if self.send(task, hand, None):
                 return
 
-    def speeds(self) -> list[tuple[Bench, Task]]:
+    def speeds(self) -> list[tuple[TimingSlot, Task]]:
         """What is still to be timed, and where: every candidate once on each kind of hardware."""
         tasks = [task for task in self.board.tasks if task.kind == "speed" and not self.board.failed(task)]
         return [
-            (bench, task)
-            for bench in (self.place.benches() if tasks else ())
+            (slot, task)
+            for slot in (self.place.timing_slots() if tasks else ())
             for task in tasks
-            if not self.board.there(task, bench.hardware(task))
-            and self.store.claim_path(task, bench.hardware(task)).name not in self.ended
+            if not self.board.there(task, slot.hardware(task))
+            and self.store.claim_path(task, slot.hardware(task)).name not in self.ended
         ]
 
-    def fill_with_speeds(self, speeds: list[tuple[Bench, Task]]) -> None:
-        for bench in dict.fromkeys(bench for bench, _ in speeds):
-            hand = next((hand for hand in self.hands if hand.bench == bench), None)
+    def fill_with_speeds(self, speeds: list[tuple[TimingSlot, Task]]) -> None:
+        for slot in dict.fromkeys(slot for slot, _ in speeds):
+            hand = next((hand for hand in self.hands if hand.slot == slot), None)
             if hand is None or not hand.busy:
-                any(self.send(task, hand, bench) for other, task in speeds if other == bench)
+                any(self.send(task, hand, slot) for other, task in speeds if other == slot)
 
     def dismiss_idle(self, of_runs: bool = False) -> None:
-        for hand in [hand for hand in self.hands if not hand.busy and (hand.bench is None or not of_runs)]:
+        for hand in [hand for hand in self.hands if not hand.busy and (hand.slot is None or not of_runs)]:
             self.dismiss(hand)
 
-    def send(self, task: Task, hand: Hand | None, bench: Bench | None) -> bool:
+    def send(self, task: Task, hand: Hand | None, slot: TimingSlot | None) -> bool:
         """Claim a task and send it; False where another has it."""
-        claim = self.store.claim(task, bench.hardware(task) if bench else None)
+        claim = self.store.claim(task, slot.hardware(task) if slot else None)
         if claim is None:
             return False
         try:
             if hand is None:
-                hand = Hand(self.place.hire(task, bench), bench)
+                hand = Hand(self.place.hire(task, slot), slot)
                 self.hands.append(hand)
             hand.busy, hand.affinity = True, task.affinity
             flight = Flight(task, claim, hand)
             self.flying[flight.name] = flight
-            self.place.send(hand.worker, task, flight.name, shared=1 if bench else self.place.shared)
+            self.place.send(hand.worker, task, flight.name, shared=1 if slot else self.place.shared)
         except BaseException:
             claim.release()
             raise

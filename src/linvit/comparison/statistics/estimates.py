@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,12 @@ class Ranks:
     tau: float
     p_value: float
     count: int
+
+
+def average(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are there."""
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
 
 
 def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:

@@ -22,9 +22,16 @@ from linvit.comparison.results import (
     TrainedTeacher,
     Training,
     TrainingIdentity,
-    average,
 )
-from linvit.comparison.statistics.estimates import Difference, Estimate, Fit, difference, estimate, fit_exponent
+from linvit.comparison.statistics.estimates import (
+    Difference,
+    Estimate,
+    Fit,
+    average,
+    difference,
+    estimate,
+    fit_exponent,
+)
 from linvit.comparison.statistics.reading import Results
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """One task carried out, from its identity to its result.
 
 The result depends on the identity alone: not on the engine, on what ran before in this process, or on whether the run
-was killed in between. Only timings and memory differ; `results.without_timings` leaves them out.
+was killed in between. Only timings and memory differ.
 """
 
 from __future__ import annotations

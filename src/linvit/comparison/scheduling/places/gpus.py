@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from linvit.comparison.description.task import Task
-from linvit.comparison.scheduling.places.place import Bench, Execute, Hear, Place, Record, attempt
+from linvit.comparison.scheduling.places.place import Execute, Hear, Place, Record, TimingSlot, attempt
 from linvit.comparison.scheduling.store import Store
 
 TICK = 0.5  # seconds to wait for word from a worker
@@ -36,7 +36,7 @@ class Gpus(Place):
         self.context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if not torch.cuda.is_available():
             self.context.set_forkserver_preload([__name__])
-        self.workers: list[Worker] = []
+        self.workers: list[WorkerProcess] = []
 
     @contextmanager
     def opened(self, store: Store, tasks: Sequence[Task]) -> Iterator[None]:
@@ -49,13 +49,13 @@ class Gpus(Place):
     def capacity(self) -> int:
         return len(self.gpus) * self.shared
 
-    def hire(self, task: Task, bench: Bench | None) -> Worker:
+    def hire(self, task: Task, slot: TimingSlot | None) -> WorkerProcess:
         taken = Counter(worker.gpu for worker in self.workers)
-        gpu = self.gpus[0] if bench else min(self.gpus, key=lambda gpu: taken[gpu])
-        self.workers.append(Worker(gpu, self.context, self.execute, str(self.store.folder)))
+        gpu = self.gpus[0] if slot else min(self.gpus, key=lambda gpu: taken[gpu])
+        self.workers.append(WorkerProcess(gpu, self.context, self.execute, str(self.store.folder)))
         return self.workers[-1]
 
-    def send(self, worker: Worker, task: Task, name: str, *, shared: int) -> None:
+    def send(self, worker: WorkerProcess, task: Task, name: str, *, shared: int) -> None:
         worker.name, worker.begun = name, False
         with suppress(OSError):  # dead: its end is heard when it is polled
             worker.pipe.send((task, shared))
@@ -72,11 +72,11 @@ class Gpus(Place):
             worker.begun = True
             hear(worker.name, record)
 
-    def dismiss(self, worker: Worker, *, kill: bool = False) -> None:
+    def dismiss(self, worker: WorkerProcess, *, kill: bool = False) -> None:
         if worker in self.workers:
             self.stop([worker])
 
-    def stop(self, workers: Sequence[Worker]) -> None:
+    def stop(self, workers: Sequence[WorkerProcess]) -> None:
         """Ask workers to stop, and see to it that they do."""
         for worker in workers:
             worker.process.terminate()
@@ -90,7 +90,7 @@ class Gpus(Place):
         self.workers = [worker for worker in self.workers if worker not in workers]
 
 
-class Worker:
+class WorkerProcess:
     """A worker process as its parent sees it, and the name of what it is at."""
 
     def __init__(self, gpu: str | None, context: Any, execute: Execute, folder: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from linvit.comparison.description.task import Task
-from linvit.comparison.scheduling.places.place import Bench, Execute, Hear, Place, Record, attempt
+from linvit.comparison.scheduling.places.place import Execute, Hear, Place, Record, TimingSlot, attempt
 from linvit.errors import LinvitError
 
 
@@ -24,7 +24,7 @@ class Here(Place):
     def capacity(self) -> int:
         return 1
 
-    def hire(self, task: Task, bench: Bench | None) -> None:
+    def hire(self, task: Task, slot: TimingSlot | None) -> None:
         return None
 
     def send(self, worker: None, task: Task, name: str, *, shared: int) -> None:

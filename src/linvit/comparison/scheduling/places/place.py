@@ -29,7 +29,7 @@ class Execute(Protocol):
     ) -> Run | Speed: ...
 
 
-class Bench(Hashable, Protocol):
+class TimingSlot(Hashable, Protocol):
     """Where speeds are timed, one at a time, with nothing beside them."""
 
     def hardware(self, task: Task) -> str:
@@ -37,7 +37,7 @@ class Bench(Hashable, Protocol):
 
 
 class ThisMachine:
-    """The bench of places that are this machine."""
+    """The slot of places that are this machine."""
 
     def hardware(self, task: Task) -> str:
         return hardware_for(task)
@@ -64,20 +64,20 @@ class Place(ABC):
         self.store = store
         yield
 
-    def benches(self) -> Sequence[Bench]:
-        return [BENCH]
+    def timing_slots(self) -> Sequence[TimingSlot]:
+        return [THIS_MACHINE]
 
     def hardware(self, task: Task) -> list[str]:
         """The kinds of hardware that a speed is to be timed on here."""
-        return list(dict.fromkeys(bench.hardware(task) for bench in self.benches()))
+        return list(dict.fromkeys(slot.hardware(task) for slot in self.timing_slots()))
 
     @abstractmethod
     def capacity(self) -> int:
         """How many workers for runs fit in, as it is now."""
 
     @abstractmethod
-    def hire(self, task: Task, bench: Bench | None) -> Any:
-        """A new worker for tasks like this one: for runs, or on a bench."""
+    def hire(self, task: Task, slot: TimingSlot | None) -> Any:
+        """A new worker for tasks like this one: for runs, or on a slot."""
 
     @abstractmethod
     def send(self, worker: Any, task: Task, name: str, *, shared: int) -> None: ...
@@ -90,7 +90,7 @@ class Place(ABC):
         """Let a worker go; one that is at a task, or of no more use, is killed."""
 
 
-BENCH = ThisMachine()
+THIS_MACHINE = ThisMachine()
 
 
 def attempt(

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from linvit.comparison.description.task import Task
-from linvit.comparison.scheduling.places.place import Bench, Execute, Hear, Place, Record
+from linvit.comparison.scheduling.places.place import Execute, Hear, Place, Record, TimingSlot
 from linvit.comparison.scheduling.places.ray_cluster import Cluster, Node, connected
 from linvit.comparison.scheduling.places.ray_files import keep_only, read_files, write_files
-from linvit.comparison.scheduling.places.ray_worker import Errand, Worker, absolute, own_source
+from linvit.comparison.scheduling.places.ray_worker import Errand, RayWorker, absolute, own_source
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
 
@@ -57,12 +57,12 @@ class RayCluster(Place):
     def capacity(self) -> int:
         return self.cluster.slots()
 
-    def benches(self) -> list[Node]:
+    def timing_slots(self) -> list[Node]:
         return self.cluster.alive()
 
-    def hire(self, task: Task, bench: Bench | None) -> Any:
-        room = self.cluster.for_speed(bench, task) if isinstance(bench, Node) else self.cluster.for_run()
-        return self.ray.remote(Worker).options(**room).remote(self.mailbox)
+    def hire(self, task: Task, slot: TimingSlot | None) -> Any:
+        room = self.cluster.for_speed(slot, task) if isinstance(slot, Node) else self.cluster.for_run()
+        return self.ray.remote(RayWorker).options(**room).remote(self.mailbox)
 
     def dismiss(self, worker: Any, *, kill: bool = False) -> None:
         self.flying = {ref: flight for ref, flight in self.flying.items() if flight[2] is not worker}

@@ -88,7 +88,7 @@ def misfit(source: str, places: dict[str, str]) -> str | None:
     return None
 
 
-class Worker:
+class RayWorker:
     """A process that does one task after the other, and keeps from one to the next what `sharing` keeps."""
 
     def __init__(self, mailbox: Any) -> None:
@@ -147,8 +147,10 @@ def calm(send: Send) -> Send:
 
     def watch(record: Record) -> None:
         nonlocal last
-        if record["kind"] != "train" or time.monotonic() - last >= QUIET:
+        if record["kind"] == "train":
+            if time.monotonic() - last < QUIET:
+                return
             last = time.monotonic()
-            send(record)
+        send(record)
 
     return watch

@@ -33,7 +33,7 @@ class Together(Here):
         super().__init__(execute, device=device)
         self.state = PartialState(cpu=device == "cpu")
 
-    def benches(self) -> list[Any]:
+    def timing_slots(self) -> list[Any]:
         return []
 
     def do(self, task: Task, shared: int, watch: Any) -> Record:
