@@ -2,7 +2,7 @@
 
 Weights are random: speed does not ask for better ones. At every size there is the latency of one image and the time of
 a batch, and at the size the candidate is trained at a training step. Memory is what a pass holds at its peak beyond the
-weights and the images. What does not fit into memory, takes too long or gives no numbers is a row with a note.
+weights and the images. What does not fit into memory, takes too long or is not finite is a row with a note.
 
 On CUDA a pass is recorded as a CUDA graph and replayed: a small model would wait for Python otherwise, and all
 mechanisms alike. Where one of the two cannot be recorded, both are timed as they are, and the row says so.
@@ -70,7 +70,7 @@ class Contender:
         return grown * TRAINING if point.what == "training" else grown
 
     def call(self, point: SpeedPoint) -> Call:
-        """The pass to be timed, after it has shown that it gives numbers."""
+        """The pass to be timed, after its output has shown to be finite."""
         assert self.model is not None
         if (seconds := self.guess(point)) > (SLOW if point.batch == 1 else SLOW_BATCH):
             raise NotTimed(f"left out: about {seconds:.0f} s a pass")

@@ -1,6 +1,6 @@
 """One task carried out, from its identity to its result.
 
-The result depends on the identity alone: not on the engine, on what ran before in this process, or on whether the run
+The result depends on the identity alone: not on the place, on what ran before in this process, or on whether the run
 was killed in between. Only timings and memory differ.
 """
 

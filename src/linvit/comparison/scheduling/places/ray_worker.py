@@ -1,4 +1,4 @@
-"""What the Ray engine does on a worker: one task, and its files there and back where the disk is not the driver's.
+"""What happens on a worker of a Ray cluster: one task, and its files there and back where the disk is not the driver's.
 
 Ray itself is not needed here: the driver makes actors and remote functions of this.
 """
