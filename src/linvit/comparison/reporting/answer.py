@@ -43,10 +43,8 @@ class Picks:
     """The picks on one chip, in one pass, for rows of one place and one tolerance."""
 
     chip: str
-    what: str
     many: bool
     batch: int
-    patch: int
     tolerance: float
     picks: tuple[Pick, ...]
 
@@ -113,7 +111,7 @@ def pick_all(rows: Sequence[CandidateRow], clock: Ladder, tolerance: float) -> P
             elif row.label.candidate == BASELINE:
                 notes[point.size] = point.note or ""
     made = tuple(pick(timed[size], notes.get(size, "")) for size in sorted(timed))
-    return Picks(clock.chip, clock.what, clock.many, clock.points[0].batch, rows[0].patch, tolerance, made)
+    return Picks(clock.chip, clock.many, clock.points[0].batch, tolerance, made)
 
 
 def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Pick:

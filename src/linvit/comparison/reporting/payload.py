@@ -44,13 +44,9 @@ def payload(results: Results, settings: Sequence[Setting], answer: Answer) -> Js
             rows.append({"setting": number, **row_data(row, environments, configs, chips)})
     picks = [
         {
+            **vars(found),
             "chip": chips.place(found.chip),
-            "many": found.many,
-            "batch": found.batch,
-            "tolerance": found.tolerance,
-            "picks": [
-                {**vars(pick), "row": places.get(id(pick.row), -1), "rivals": list(pick.rivals)} for pick in found.picks
-            ],
+            "picks": [{**vars(pick), "row": places.get(id(pick.row), -1)} for pick in found.picks],
         }
         for found in answer.picks
     ]

@@ -60,13 +60,12 @@ class Ladder:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Top-1 after an epoch: the mean, the least and the greatest over so many seeds."""
+    """Top-1 after an epoch: the mean, the least and the greatest over the seeds."""
 
     epoch: float
     mean: float
     low: float
     high: float
-    seeds: int
 
 
 @dataclass(eq=False)
@@ -148,9 +147,7 @@ class CandidateRow:
         for run in self.runs:
             for epoch in run.accuracy.epochs:
                 at[float(epoch.epoch)].append(epoch.top1)
-        return [
-            CurvePoint(e, float(np.mean(found)), min(found), max(found), len(found)) for e, found in sorted(at.items())
-        ]
+        return [CurvePoint(e, float(np.mean(found)), min(found), max(found)) for e, found in sorted(at.items())]
 
 
 def mean_of(records: Sequence[T]) -> T:
