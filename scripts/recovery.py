@@ -1,6 +1,7 @@
 """What conversion loses and training returns: tables and a picture of the recovery experiment's store.
 
-    python -m scripts.recovery benchmarks/stores/recovery docs/results.md --picture docs/recovery.png --speeds FILE …
+    python -m scripts.recovery benchmarks/stores/recovery.tar.xz docs/results.md --picture docs/recovery.png \\
+        --speeds FILE …
 
 The tables go between the page's marks that bear the store's name. A store may hold several recipes and budgets; runs
 belong together by recipe, epochs, candidate and seed. A budget is so many epochs, whatever a recipe does with an image,
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
@@ -22,8 +23,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from linvit.comparison.report.reading import Run, read
-from linvit.comparison.statistics import Difference, difference, estimate
+from linvit.comparison.results import Conversion, Run
+from linvit.comparison.scheduling.travel import store_name
+from linvit.comparison.statistics.estimates import Difference, average, difference, estimate
+from linvit.comparison.statistics.reading import read
 
 PLAIN, FAST = "distil", "fast"
 COLOURS = {PLAIN: "#8d99ae", FAST: "#d1495b"}
@@ -52,9 +55,9 @@ class Cell:
 
     runs: dict[int, Run]
 
-    def mean(self, *path: str) -> float | None:
-        values = [value for run in self.runs.values() if (value := run.number(*path)) is not None]
-        return estimate(values).mean if values else None
+    def mean(self, of: Callable[[Conversion], float | None]) -> float | None:
+        """The mean over seeds of a number of the conversion."""
+        return average(of(run.conversion) for run in self.runs.values() if run.conversion)
 
     @property
     def top1(self) -> float:
@@ -72,8 +75,9 @@ Cells = dict[tuple[str, str, int], Cell]  # by candidate, recipe and budget
 def cells(runs: Iterable[Run]) -> Cells:
     found: Cells = {}
     for run in runs:
-        config = run.get("identity", "config")
-        found.setdefault((run.candidate, config["recipe"], round(config["epochs"])), Cell({})).runs[run.seed] = run
+        config = run.identity.config
+        place = run.label.candidate, config["recipe"], round(config["epochs"])
+        found.setdefault(place, Cell({})).runs[run.seed] = run
     return found
 
 
@@ -99,7 +103,7 @@ def tables(found: Cells, speeds: Speeds) -> str:
     reached, counted, compared, near, lasted = [], [], [], [], []
     for name in names(found):
         mine = [cell for (candidate, _, _), cell in found.items() if candidate == name]
-        zero = next((value for cell in mine if (value := cell.mean("conversion", "zero_shot")) is not None), None)
+        zero = next((value for cell in mine if (value := cell.mean(lambda found: found.zero_shot)) is not None), None)
         tops = [number(cell.top1 if (cell := found.get((name, *column))) else None) for column in columns]
         seeds = [str(len(cell.runs)) if (cell := found.get((name, *column))) else "–" for column in columns]
         reached.append([f"`{name}`", number(zero), *tops])
@@ -108,8 +112,8 @@ def tables(found: Cells, speeds: Speeds) -> str:
         lost = [apart(found, (name, recipe, most), ("softmax", recipe, most)) for recipe in recipes]
         compared.append([f"`{name}`", *gains, *lost])
         ends = [found.get((name, recipe, most)) for recipe in recipes]
-        alike = [number(cell and cell.mean("conversion", "agreement")) for cell in ends]
-        near.append([f"`{name}`", *alike, *(number(cell and cell.mean("conversion", "kl"), 3) for cell in ends)])
+        alike = [number(cell and cell.mean(lambda found: found.agreement)) for cell in ends]
+        near.append([f"`{name}`", *alike, *(number(cell and cell.mean(lambda found: found.kl), 3) for cell in ends)])
         times = [number(speeds.seconds(name, recipe, most)) for recipe in (PLAIN, FAST)]
         lasted.append([f"`{name}`", *times, *(ahead_in_time(found, speeds, name, budget) for budget in budgets(found))])
     seconds = (
@@ -244,14 +248,13 @@ def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speed
 def main(store: Path, page: Path, picture: Path | None = None, speeds: Sequence[Path] = ()) -> None:
     results = read([store])
     found = cells(results.runs)
-    teachers = [run.number("conversion", "teacher_top1") for run in results.runs]
-    teacher = next((value for value in teachers if value is not None), None)
+    teacher = next((run.conversion.teacher_top1 for run in results.runs if run.conversion), None)
     measured = read_speeds(speeds)
     if picture:
         draw(found, teacher, picture)
     if picture and measured:
         draw(found, teacher, picture.with_stem(f"{picture.stem}-seconds"), measured)
-    splice(page, store.name.partition(".")[0], tables(found, measured))
+    splice(page, store_name(store), tables(found, measured))
 
 
 if __name__ == "__main__":

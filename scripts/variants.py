@@ -1,6 +1,6 @@
 """What changes of a recipe did: the runs of stores by candidate, epochs and the settings in which they differ from it.
 
-    python -m scripts.variants benchmarks/stores/recovery benchmarks/stores/fast-variants --recipe fast --seeds 0,1,2
+    python -m scripts.variants benchmarks/stores/{recovery,fast-variants}.tar.xz --recipe fast --seeds 0,1,2
 
 Means over seeds of top-1 and of the KL divergence from the teacher. With the same `--seeds`, rows are of paired runs.
 """
@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from linvit.comparison.report.reading import Run, read
-from linvit.comparison.statistics import estimate
+from linvit.comparison.results import Run
+from linvit.comparison.statistics.estimates import estimate
+from linvit.comparison.statistics.reading import read
 from linvit.training.recipes import recipe
 
 # How long, at which size, how evaluated and which seed: not what a variant is about.
@@ -42,14 +43,14 @@ def table(runs: Sequence[Run], name: str, seeds: set[int] | None = None) -> str:
     """A row for each candidate, number of epochs and set of changes."""
     groups: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
-        config = run.get("identity", "config")
-        distilled = run.number("conversion", "kl") is not None
+        config = run.identity.config
+        distilled = run.conversion is not None and run.conversion.kl is not None
         if distilled and config["recipe"] == name and (seeds is None or run.seed in seeds):
-            groups.setdefault((run.candidate, round(config["epochs"]), changes(config)), []).append(run)
+            groups.setdefault((run.label.candidate, round(config["epochs"]), changes(config)), []).append(run)
     lines = ["| candidate | epochs | changed | seeds | top-1, % | KL |", "|---|---:|---|---:|---:|---:|"]
     for (candidate, epochs, changed), found in sorted(groups.items()):
         top1 = estimate([run.top1 for run in found]).mean
-        kl = estimate([value for run in found if (value := run.number("conversion", "kl")) is not None]).mean
+        kl = estimate([run.conversion.kl for run in found if run.conversion and run.conversion.kl is not None]).mean
         what = f"`{changed}`" if changed else ""
         lines.append(f"| `{candidate}` | {epochs} | {what} | {len(found)} | {top1:.2f} | {kl:.4f} |")
     return "\n".join(lines)

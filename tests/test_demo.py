@@ -17,9 +17,9 @@ from scripts.demo import comparing, photograph
 from scripts.demo.screen import PARTS, Screen
 from sklearn.datasets import load_sample_image
 
-from linvit.comparison.request import read_request
-from linvit.comparison.spec import load, preset_text
-from linvit.comparison.store import Store
+from linvit.comparison.description.request import read_request
+from linvit.comparison.description.spec import load, preset_text
+from linvit.comparison.scheduling.store import Store
 
 ROOT = Path(__file__).parent.parent
 CANDIDATES = ["softmax", "mixa:keep=1", "castling", "mobile", "qt"]
@@ -40,9 +40,9 @@ def said(screen: Screen) -> str:
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The demo's preset cut down to a file of its own, in a folder of its own; a browser would be an error."""
     text = preset_text("digits-distil").replace('"epochs=5"', '"epochs=1"').replace('"epochs=15"', '"epochs=1"')
-    text = text.replace("warmup_epochs=2", "warmup_epochs=0").replace("sizes = [32, 128, 256]", "sizes = [32]")
+    text = text.replace("warmup_epochs=2", "warmup_epochs=0").replace("size = [32, 128, 256]", "size = [32]")
     text = text.replace("depths = [1, 2, 1]\nheads = [1, 2, 4]", "depths = [1, 1]\nheads = [1, 2]")
-    text = re.sub(r"candidates = \[.*\]", f"candidates = {CANDIDATES}", text).replace("width = 32", "width = 8")
+    text = re.sub(r"plans = \[.*\]", f"plans = {CANDIDATES}", text).replace("width = 32", "width = 8")
     path = tmp_path / "small.toml"
     path.write_text(text.replace("'", '"').replace("seeds = [0]", "seeds = [0]\npatch_sizes = [8]"), encoding="utf-8")
     for name, value in {"SIZES": {32: 1, 64: 2}, "ROUNDS": 2, "SECONDS": 0.01}.items():
@@ -69,11 +69,11 @@ def test_whole_demo_and_once_more(small: Path, screen: Screen, capsys: pytest.Ca
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split()[:1] and "%" in line}
     assert rows.keys() >= set(CANDIDATES) and "1,437 images to learn from, 360 to check; one seed" in out
-    for run in Store(folder / "store").results("run"):
-        name, zero_shot = run["label"]["candidate"], run["conversion"]["zero_shot"]
-        assert rows[name][1:4:2] == [f"{zero_shot:.1f}", f"{run['accuracy']['top1']:.1f}"]
+    for run in Store(folder / "store").runs():
+        name = run.label.candidate
+        assert rows[name][1:4:2] == [f"{run.conversion.zero_shot:.1f}", f"{run.top1:.1f}"]
         assert re.search(r"\d\.\d\d×", " ".join(rows[name])), "its speed against softmax is not there"
-        assert run["environment"]["command"] == "linvit compare small.toml -o demo/store --per-gpu 1"
+        assert run.environment.command == "linvit compare small.toml -o demo/store --per-gpu 1"
     assert rows["softmax"][5] == "–" and all("±" in " ".join(rows[name]) for name in CANDIDATES[1:])
     assert str(folder / "report.html") in out and str(folder / "photograph.png") in out
 
@@ -85,7 +85,7 @@ def test_whole_demo_and_once_more(small: Path, screen: Screen, capsys: pytest.Ca
 
 
 def goes_on_then_begins_afresh(small: Path, folder: Path, screen: Screen) -> None:
-    request, store = read_request(str(small), {}, None), Store(folder)
+    request, store = read_request(str(small), {}), Store(folder)
     lost = next(task for task in request.tasks if task.kind == "run")
     kept = store.path(request.tasks[0]).stat().st_mtime_ns
     store.path(lost).unlink()
@@ -99,7 +99,7 @@ def goes_on_then_begins_afresh(small: Path, folder: Path, screen: Screen) -> Non
 def test_a_failed_candidate_is_said_and_the_rest_shown(
     small: Path, screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from linvit.comparison import running
+    from linvit.comparison.scheduling.execution import running
 
     whole = running.conversion
 
@@ -119,7 +119,7 @@ def test_a_failed_candidate_is_said_and_the_rest_shown(
 
 def test_the_preset_is_what_the_demo_promises() -> None:
     comparison = load("digits-distil")
-    names = [name.partition(":")[0] for name in comparison.candidates]
+    names = [name.partition(":")[0] for name in comparison.plans]
     assert {"softmax", "mixa", "castling", "qt", "mobile"} < set(names) and len(names) == 9
     assert (comparison.mode, comparison.recipe, comparison.data) == ("distil", "fast", "digits")
 

@@ -18,7 +18,7 @@ def store(folder: Path) -> Path:
     for (recipe, epochs), goal in GOALS.items():
         for name, less in (("softmax", 0.0), ("stella", 6.0)):
             for seed in (0, 1, 2):
-                made = run(name, 8, seed, "distil", epochs, goal - less, "abcd")
+                made = run(name, 8, seed, "distil", epochs, goal - less, {"name": "abcd", "digest": None})
                 made["identity"]["config"]["recipe"] = recipe
                 made["key"] = hashlib.sha256(repr((name, recipe, epochs, seed)).encode()).hexdigest()[:16]
                 write(folder / "runs" / f"{made['key']}.json", made)
@@ -80,7 +80,7 @@ def test_recipes_at_the_same_seconds(tmp_path: Path) -> None:
 def test_plain_distillation_that_lasts_longer(tmp_path: Path) -> None:
     """It says what as many seconds would have given, and the tables stay those of the longest budget of both."""
     made = store(tmp_path / "store")
-    longer = run("stella", 8, 0, "distil", 40, 71.0, "abcd")
+    longer = run("stella", 8, 0, "distil", 40, 71.0, {"name": "abcd", "digest": None})
     longer["identity"]["config"]["recipe"] = "distil"
     write(made / "runs" / f"{'f' * 16}.json", {**longer, "key": "f" * 16})
     rates = {("distil", "stella"): 2.0, ("fast", "stella"): 1.25}

@@ -7,14 +7,14 @@ from typing import Any
 
 from scripts import variants
 
-from linvit.comparison.report.reading import read
+from linvit.comparison.statistics.reading import read
 from linvit.training.config import override
 from linvit.training.recipes import recipe
 from tests.comparison.synthetic import run, write
 
 
 def made(folder: Path, seed: int, top1: float, *settings: str) -> None:
-    result: dict[str, Any] = run("stella", 8, seed, "distil", 2, top1, "abcd")
+    result: dict[str, Any] = run("stella", 8, seed, "distil", 2, top1, {"name": "abcd", "digest": None})
     result["identity"]["config"] = override(recipe("fast"), [*settings, f"seed={seed}", "size=8"]).to_dict()
     result["conversion"] = {**result.get("conversion", {}), "kl": 0.25}
     result["key"] = f"{len(list(folder.glob('runs/*'))):016x}"

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from linvit.cli.output import console, table
-from linvit.comparison.engines.choice import choose
-from linvit.comparison.grid import Task
-from linvit.comparison.report import Contents, gather, render
-from linvit.comparison.report.rows import Row, Setting
-from linvit.comparison.request import Request, read_request
-from linvit.comparison.store import Store
+from linvit.comparison import report as write_report
+from linvit.comparison.description.request import Request, read_request
+from linvit.comparison.description.task import Task
+from linvit.comparison.reporting import Contents
+from linvit.comparison.results import Speed
+from linvit.comparison.scheduling.places.choice import choose
+from linvit.comparison.scheduling.store import Store
+from linvit.comparison.statistics.rows import CandidateRow, Setting
 from scripts.demo.screen import Screen
 
 WORKERS = min(4, os.cpu_count() or 1)
@@ -25,7 +27,7 @@ DOING = {"teacher": "training the teacher", "run": "distilling", "speed": "timin
 
 def compare(preset: str, folder: Path, screen: Screen) -> bool:
     """Do all tasks of a comparison; whether all of them succeeded. One that was killed goes on."""
-    request = read_request(preset, {}, None)
+    request = read_request(preset, {})
     store = open_store(folder, request, screen)
     command = ["linvit", "compare", preset, "-o", shown(folder), "--per-gpu", str(WORKERS)]
     screen.say(f"$ {' '.join(command)}")
@@ -68,7 +70,7 @@ def watcher(tasks: Sequence[Task], store: Store, screen: Screen) -> Callable[[Ta
         elif kind == "train":
             shares[task.key] = record["step"] / record["steps"]
         elif kind == "speed":
-            rows = 2 * len(task.identity["ladder"]) + 1  # one image and a batch at each size, and a training step
+            rows = 2 * len(task.identity.ladder) + 1  # one image and a batch at each size, and a training step
             shares[task.key] = min(1.0, shares[task.key] + 1 / rows)
         elif kind in ("done", "failed", "lost"):
             running.pop(task.key, None)
@@ -84,43 +86,39 @@ def doing(tasks: Sequence[Task]) -> str:
     if not tasks:
         return "starting workers"
     kind = tasks[0].kind
-    return DOING[kind] if kind == "teacher" else f"{DOING[kind]} {', '.join(task.label['candidate'] for task in tasks)}"
+    return DOING[kind] if kind == "teacher" else f"{DOING[kind]} {', '.join(task.label.candidate for task in tasks)}"
 
 
 def ended(task: Task, record: dict[str, Any], store: Store) -> str:
-    name = "teacher" if task.kind == "teacher" else task.label["candidate"]
+    name = "teacher" if task.kind == "teacher" else task.label.candidate
     found = store.result(task)
     if record["kind"] != "done" or found is None:
         return f"  {name:<12} {record['kind']}: {record.get('error') or record.get('text')}"
-    if task.kind == "speed":
-        last = [row for row in found["rows"] if row["pass"] == "inference"][-1]
-        if last["milliseconds"] is None:
-            return f"  {name:<12} {last['note']}"
-        spent = f"{last['milliseconds']['median']:.0f} ms for {last['batch']} images of {last['size']} px"
-        gain = "" if last["ratio"] in (None, 1.0) else f", {last['ratio']:.2f} times softmax's speed"
+    if isinstance(found, Speed):
+        last = [row for row in found.rows if row.what == "inference"][-1]
+        if last.median is None:
+            return f"  {name:<12} {last.note}"
+        spent = f"{last.median:.0f} ms for {last.batch} images of {last.size} px"
+        gain = "" if last.ratio in (None, 1.0) else f", {last.ratio:.2f} times softmax's speed"
         return f"  {name:<12} {spent}{gain}"
-    top1 = found["accuracy"]["top1"]
-    if task.kind == "teacher":
-        return f"  {name:<12} {top1:.1f} % of {found['data']['validation']} digits right"
-    return (
-        f"  {name:<12} {found['conversion']['zero_shot']:.1f} % right after conversion, {top1:.1f} % after distilling"
-    )
+    if found.conversion is None:
+        return f"  {name:<12} {found.top1:.1f} % of {found.data.validation} digits right"
+    zero_shot = found.conversion.zero_shot
+    return f"  {name:<12} {zero_shot:.1f} % right after conversion, {found.top1:.1f} % after distilling"
 
 
 def report(store: Path, page: Path, screen: Screen) -> Contents:
     """Write the page."""
     screen.say(f"$ linvit report {shown(store)} -o {shown(page)}")
     screen.at("comparing", 1.0, "writing the report")
-    contents = gather([store])
-    page.write_text(render(contents), encoding="utf-8", newline="\n")
-    return contents
+    return write_report(store, page)
 
 
 def show(contents: Contents) -> None:
     """The comparison as a table, what it is worth, and the report's first sentences."""
     setting = contents.settings[0]
     rows = sorted((row for row in setting.rows if not row.is_teacher), key=order)
-    top = max(timing.size for row in rows for speed in row.speeds for timing in speed.ladder)
+    top = max(timing.size for row in rows for ladder in row.ladders for timing in ladder.points)
     last = f"at {top} px"
     made = table(candidate=12, converted=-9, distilled=-9, **{"to softmax": -10, "ms": -5, last: -9, "drift": -5})
     for row in rows:
@@ -134,19 +132,20 @@ def show(contents: Contents) -> None:
         out.print(sentence)
 
 
-def order(row: Row) -> tuple[bool, float]:
+def order(row: CandidateRow) -> tuple[bool, float]:
     """Softmax first, then the best."""
-    return row.first.candidate != "softmax", -row.top1.mean
+    return row.label.candidate != "softmax", -row.top1.mean
 
 
-def cells(row: Row, top: int) -> list[str]:
-    before, delta, drift = row.mean("conversion", "zero_shot"), row.delta, row.drift("bfloat16")
+def cells(row: CandidateRow, top: int) -> list[str]:
+    before = row.conversion.zero_shot if row.conversion else None
+    delta, drift = row.delta, row.drift("bfloat16")
     difference = "–"
     if delta is not None:
         half = f" ±{(delta.interval[1] - delta.interval[0]) / 2:.1f}" if delta.interval else ""
         difference = f"{delta.mean:+.1f}{half}"
-    speeds = [(speed.many, timing) for speed in row.speeds if speed.what == "inference" for timing in speed.ladder]
-    alone = next((timing.median for many, timing in speeds if not many and timing.size == row.first.size), None)
+    speeds = [(found.many, timing) for found in row.ladders if found.what == "inference" for timing in found.points]
+    alone = next((timing.median for many, timing in speeds if not many and timing.size == row.label.size), None)
     gain = next((timing.ratio for many, timing in speeds if many and timing.size == top), None)
     return [
         row.name,
@@ -155,18 +154,18 @@ def cells(row: Row, top: int) -> list[str]:
         difference,
         "–" if alone is None else f"{alone:.1f}",
         "–" if gain is None else f"{gain:.2f}×",
-        "–" if drift is None or drift[0] is None else f"{100 * drift[0]:.1f} %",
+        "–" if drift is None or drift.relative_rms is None else f"{100 * drift.relative_rms:.1f} %",
     ]
 
 
-def caption(setting: Setting, row: Row, top: int) -> str:
-    data, seeds = row.first.data["data"], len(row.seeds)
+def caption(setting: Setting, row: CandidateRow, top: int) -> str:
+    data, seeds = row.first.data, len(row.seeds)
     teacher = next((row.top1.mean for row in setting.rows if row.is_teacher), None)
     taught = "" if teacher is None else f"The teacher scored {teacher:.1f} %. "
     return (
-        f"{data['name']}: {data['train']:,} images to learn from, {data['validation']} to check; "
+        f"{data.name}: {data.train:,} images to learn from, {data.validation} to check; "
         f"{'one seed' if seeds == 1 else f'{seeds} seeds'}, every candidate by the same recipe. {taught}"
         "“to softmax” has a 95 % interval, paired over images: what lies within it is noise, also where it flatters. "
-        f"ms is one image of {row.first.size} px. “at {top} px” is a batch's speed against softmax, by turns, and the "
+        f"ms is one image of {row.label.size} px. “at {top} px” is a batch's speed against softmax, by turns, and the "
         "busier the machine, the rougher. One thread, float32. “drift” is how far the outputs move in bfloat16."
     )

@@ -39,14 +39,14 @@ def from_plain(kind: type[T], data: Any, where: str, *, ignore: bool = False) ->
     if not isinstance(data, Mapping):
         raise LinvitError(f"{where} must be a table of names and values, got {data!r}")
     known = {key_of(f): f for f in fields(kind) if f.init}  # type: ignore[arg-type]
-    values = {}
+    values, types_of = {}, hints(kind)  # type: ignore[arg-type]
     for key, value in data.items():
         if key in known:
-            values[known[key].name] = convert(value, hints(kind)[known[key].name], f"{key} of {where}", ignore)
+            values[known[key].name] = convert(value, types_of[known[key].name], f"{key} of {where}", ignore)
         elif not ignore:
             raise unknown(f"field of {where}", str(key), known)
     for key, f in known.items():
-        if f.name not in values and f.default is MISSING and f.default_factory is MISSING:
+        if f.name not in values and required(f):
             raise LinvitError(f"{where} lacks its {key}")
     return kind(**values)
 
@@ -81,8 +81,11 @@ def convert(value: Any, kind: Any, where: str, ignore: bool = False) -> Any:
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value could be of this type, by its outside."""
     origin = get_origin(kind) or kind
-    if is_dataclass(origin) or origin is dict:
-        return isinstance(value, Mapping) or (is_dataclass(origin) and isinstance(value, origin))  # type: ignore[arg-type]
+    if is_dataclass(origin):
+        whole = isinstance(value, Mapping) and all(key_of(f) in value for f in fields(origin) if required(f))
+        return whole or isinstance(value, origin)  # type: ignore[arg-type]
+    if origin is dict:
+        return isinstance(value, Mapping)
     if origin in (tuple, list):
         return isinstance(value, list | tuple)
     if origin is float:
@@ -134,6 +137,11 @@ def describe(kind: Any) -> str:
 def key_of(field: Field[Any]) -> str:
     """A field's name in files."""
     return field.metadata.get("key", field.name)
+
+
+def required(field: Field[Any]) -> bool:
+    """Whether files must have it."""
+    return field.init and field.default is MISSING and field.default_factory is MISSING
 
 
 def default_of(field: Field[Any]) -> Any:

@@ -16,24 +16,24 @@ from tests.cli.conftest import Outcome
 
 TINY = (
     *("--model", "fair", "--model-arg", "width=8", "--model-arg", "depths=[1]", "--model-arg", "heads=[1]"),
-    *("--patch-sizes", "8", "--sizes", "32", "--recipe", "deit", "--data", "digits"),
+    *("--patch-sizes", "8", "--size", "32", "--recipe", "deit", "--data", "digits"),
     *("--set", "epochs=1", "--set", "warmup_epochs=0", "--set", "batch_size=512", "--set", "precision=fp32"),
     *("--set", "ema=none", "--set", "randaugment=none", "--set", "lr_batch=none"),
 )
 FILE = """
 data = "digits"
 settings = ["epochs=1", "warmup_epochs=0", "batch_size=512", "precision=fp32", "ema=none", "randaugment=none"]
-candidates = ["softmax", "stella"]
+plans = ["softmax", "stella"]
 seeds = [0, 1]
 patch_sizes = [8]
-sizes = [32]
+size = [32]
 [architecture]
 model = "fair"
 width = 8
 depths = [1]
 heads = [1]
 [measure]
-sizes = [32]
+size = [32]
 batch = 2
 """
 
@@ -58,11 +58,14 @@ def test_a_comparison_from_end_to_end(linvit: Callable[..., Outcome], tiny: str,
     shown = linvit("compare", "-o", store)
     assert shown.code == 0, shown.err
     assert "softmax" in shown.out and "6 result files" in shown.out and "[6/6]" in shown.err
+    page = Path(store, "report.html")
+    assert f"Report: {page}" in shown.out and page.read_text().startswith("<!doctype html>")
     over = linvit("compare", tiny, "-o", store, "--dry-run", "--json").json
     assert over["left"] == 0 and [timing["finished"] for timing in over["timings"]] == [True, True]
     assert not any(timing["finished"] for timing in grid["timings"])
     again = linvit("compare", "-o", store, "--json").json
     assert not again["done"] and len(again["earlier"]) == 6 and not again["failed"]
+    assert again["report"] == str(page)
     rows = {row["candidate"]: row for row in again["rows"]}
     assert rows["stella"]["seeds"] == [0, 1] and rows["stella"]["milliseconds"] > 0
     assert rows["stella"]["difference"] == pytest.approx(rows["stella"]["top1"] - rows["softmax"]["top1"])
@@ -89,9 +92,9 @@ def test_a_comparison_from_end_to_end(linvit: Callable[..., Outcome], tiny: str,
 def test_killed_and_resumed_on_another_machine(linvit: Callable[..., Outcome], tiny: str, tmp_path: Path) -> None:
     """kill -9 in the middle of a training; its checkpoint travels in the archive, and the end is bit for bit that of a
     run that was never killed."""
-    Path(tiny).write_text(FILE.replace("sizes = [32]\nbatch", "sizes = []\nbatch"))
+    Path(tiny).write_text(FILE.replace("size = [32]\nbatch", "size = []\nbatch"))
     settings = ("epochs=10", "batch_size=64", "checkpoint_seconds=0.2", "eval_epochs=5", "mixup=0", "cutmix=0")
-    change = ("--candidates", "stella", "--seeds", "0", *(part for text in settings for part in ("--set", text)))
+    change = ("--plan", "stella", "--seeds", "0", *(part for text in settings for part in ("--set", text)))
     here, there, whole = (tmp_path / name for name in ("here", "there", "whole"))
     command = [sys.executable, "-m", "linvit", "compare", tiny, "-o", str(here), *change]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -116,17 +119,17 @@ def test_killed_and_resumed_on_another_machine(linvit: Callable[..., Outcome], t
 def test_flags_alone_and_a_failed_run(
     linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linvit.comparison import running
+    from linvit.comparison.scheduling.execution import running
 
     real, wrong = running.execute, ["stella"]
 
     def execute(task: Any, store: Any, **options: Any) -> dict[str, Any]:
-        if task.label["candidate"] in wrong:
+        if task.label.candidate in wrong:
             raise RuntimeError("no luck today")
         return real(task, store, **options)
 
     monkeypatch.setattr(running, "execute", execute)
-    arguments = ("compare", *TINY, "--candidates", "softmax,stella", "-o", str(tmp_path))
+    arguments = ("compare", *TINY, "--plan", "softmax,stella", "-o", str(tmp_path))
     outcome = linvit(*arguments)
     assert outcome.code == 1
     assert "failed: stella patch 8 32 px seed 0: RuntimeError: no luck today" in outcome.out
@@ -139,7 +142,7 @@ def test_flags_alone_and_a_failed_run(
 
 
 def test_ctrl_c(linvit: Callable[..., Outcome], tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from linvit.comparison import running
+    from linvit.comparison.scheduling.execution import running
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -158,7 +161,7 @@ def test_presets_are_shown(linvit: Callable[..., Outcome]) -> None:
 
 
 def test_the_grid_in_words(linvit: Callable[..., Outcome]) -> None:
-    outcome = linvit("compare", "paper", "--candidates", "softmax,stella,xca:lpi=true,variant=fair", "--dry-run")
+    outcome = linvit("compare", "paper", "--plan", "softmax,stella,xca:lpi=true,variant=fair", "--dry-run")
     assert outcome.code == 0
     assert "6 runs, 6 of them left" in outcome.out and "not known without the data (imagenet)" in outcome.out
     assert "28.27" in outcome.out and "8,803" in outcome.out, "the paper's parameters, and MACs without norms"
@@ -166,10 +169,10 @@ def test_the_grid_in_words(linvit: Callable[..., Outcome]) -> None:
 
 
 def test_flags_hold_in_all_parts(linvit: Callable[..., Outcome], tiny: str) -> None:
-    Path(tiny).write_text(FILE + '[[also]]\npatch_sizes = [4]\nseeds = [5]\ncandidates = ["qt"]\n')
+    Path(tiny).write_text(FILE + '[[also]]\npatch_sizes = [4]\nseeds = [5]\nplans = ["qt"]\n')
     counts = lambda *flags: linvit("compare", tiny, *flags, "--dry-run", "--json").json["runs"]  # noqa: E731
     assert counts() == 2 * 2 + 1
-    assert counts("--candidates", "stella") == 2 + 1
+    assert counts("--plan", "stella") == 2 + 1
     assert counts("--patch-sizes", "8", "--seeds", "0") == 2 + 1
 
 
@@ -177,7 +180,7 @@ def test_flags_hold_in_all_parts(linvit: Callable[..., Outcome], tiny: str) -> N
     ("arguments", "message"),
     [
         (("digit",), "unknown preset 'digit'; did you mean digits"),
-        (("digits", "--candidates", "softmax,stela"), "did you mean stella"),
+        (("digits", "--plan", "softmax,stela"), "did you mean stella"),
         (("digits", "--set", "epoch=1"), "did you mean epochs"),
         (("digits", "--seeds", "a"), "expected whole numbers"),
         (("digits", "--engine", "gpu"), "did you mean gpus"),
@@ -210,7 +213,7 @@ def test_the_bars_at_a_terminal(tmp_path: Path) -> None:
     from rich.console import Console
 
     from linvit.cli.compare_output import bars
-    from linvit.comparison.store import Store
+    from linvit.comparison.scheduling.store import Store
     from tests.comparison.tasks import make_result, make_task
 
     store, tasks = Store(tmp_path), [make_task(1), make_task(2), make_task(3, "speed")]
@@ -224,7 +227,7 @@ def test_the_bars_at_a_terminal(tmp_path: Path) -> None:
     watch(tasks[1], {"kind": "failed", "error": "no [luck]"})
     watch(tasks[2], {"kind": "start"})
     watch(tasks[2], {"kind": "speed", "size": 32})
-    store.write(tasks[0], make_result(tasks[0], accuracy={"top1": 60.0}, seconds=100.0))
+    store.write(tasks[0], make_result(tasks[0], top1=60.0, seconds=100.0))
     watch(tasks[0], {"kind": "done"})
     assert not list(shown)
     text = screen.getvalue()

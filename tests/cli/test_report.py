@@ -23,6 +23,20 @@ def test_the_verb(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
     assert found["failures"][0]["key"] == digest(["inline", "scratch"])
 
 
+def test_archives_and_folders_make_one_report(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    stores = [
+        write_store(tmp_path / name, mechanisms=["softmax", name], patches=[4], failures=False)
+        for name in ("stella", "qt", "mobile")
+    ]
+    for store in stores[:2]:
+        assert linvit("compare", "-o", str(store), "--pack", f"{store}.tar.xz").code == 0
+    given = [f"{stores[0]}.tar.xz", f"{stores[1]}.tar.xz", str(stores[2])]
+    packed = json.loads(linvit("report", *given, "--json").out)
+    assert packed == json.loads(linvit("report", *map(str, stores), "--json").out)
+    assert [row["candidate"] for row in packed["settings"][0]["rows"]] != [] and not packed["notes"]
+    assert {row["candidate"] for row in packed["settings"][0]["rows"]} == {"softmax", "stella", "qt", "mobile"}
+
+
 def test_the_verbs_mistakes_are_one_line(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
     store = write_store(tmp_path / "store", mechanisms=["softmax"], patches=[4])
     for args, said in (

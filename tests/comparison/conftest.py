@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linvit.comparison.report import Contents, gather
+from linvit.comparison.reporting import Contents, gather
 from tests.comparison.synthetic import MECHANISMS, write_store
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from linvit.comparison.grid import Task, expand
-from linvit.comparison.spec import Comparison
+from linvit.comparison.description.grid import expand
+from linvit.comparison.description.spec import Comparison
+from linvit.comparison.description.task import Task
 
 PLAIN = (
     "warmup_epochs=0", "lr=3e-3", "lr_batch=none", "batch_size=256", "precision=fp32", "ema=none", "drop_path=0",
@@ -17,12 +18,12 @@ FAIR: dict[str, Any] = {"model": "fair", "width": 16, "depths": [1, 1], "heads":
 def tasks(*candidates: str, settings: tuple[str, ...] = (), plain: bool = True, **changes: Any) -> list[Task]:
     """The tasks of a comparison; without a ladder of sizes there are no speeds among them."""
     given = {
-        "candidates": list(candidates),
+        "plans": list(candidates),
         "settings": [*(PLAIN if plain else ()), "epochs=2", *settings],
         "patch_sizes": [8],
-        "sizes": [32],
+        "size": [32],
         "architecture": FAIR,
-        "measure": {"sizes": []},
+        "measure": {"size": []},
         **changes,
     }
     return expand(Comparison.from_dict(given))

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from linvit.comparison.report import Contents
-from linvit.comparison.report.rows import Row
+from linvit.comparison.reporting import Contents
+from linvit.comparison.statistics.rows import CandidateRow
 
 # name: accuracy against softmax, milliseconds of fixed cost, of linear and of quadratic cost
 MECHANISMS: dict[str, tuple[float, float, float, float]] = {
@@ -69,7 +69,8 @@ def write_store(
             write(folder / "speeds" / f"{timed['key']}-h200.json", timed)
     if failures:
         label = {"candidate": "inline", "mechanism": "inline", "patch": 4, "size": 128, "seed": 1, "mode": mode}
-        failed = {"kind": "failure", "version": 1, "key": digest(["inline", mode]), "label": label, "identity": {}}
+        failed = {"kind": "failure", "version": 1, "key": digest(["inline", mode]), "label": label}
+        failed |= {"identity": identity_of("inline", 4, mode, epochs, 1, None), "candidate_key": "0" * 16}
         text = "CUDA out of memory. Tried to allocate 2.50 GiB"
         failed |= {"error": text, "traceback": f"Traceback (most recent call last):\n  …\nRuntimeError: {text}"}
         write(folder / "failures" / f"{failed['key']}-1.json", {**failed, "environment": environment(), "attempt": 1})
@@ -96,7 +97,7 @@ def label_of(name: str, patch: int, mode: str) -> dict[str, Any]:
 def run(
     name: str, patch: int, seed: int, mode: str, epochs: int, goal: float, teacher: Any, kind: str = "run"
 ) -> dict[str, Any]:
-    identity = identity_of(name, patch, mode, epochs, seed, teacher)
+    identity = identity_of(name, patch, mode, epochs, seed, teacher, kind)
     noise = np.random.default_rng(int(digest([name, patch, seed, mode, kind]), 16))
     pictures = np.random.default_rng(7).random(IMAGES)  # how hard each image is, the same for all
     right = pictures * 100 + noise.normal(0, 6, IMAGES) < goal + noise.normal(0, 0.2)
@@ -170,11 +171,13 @@ def speed(name: str, patch: int, sizes: Sequence[int], devices: Sequence[str]) -
                 for what in ("inference", "training") if batch > 1 else ("inference",):
                     rows.append(timing(name, patch, size, device, batch, what))
     identity = {
-        "architecture": architecture(),
-        "candidate": name,
-        "patch_size": patch,
+        "kind": "speed",
+        **structure(name, patch),
         "ladder": list(sizes),
         "batch": 64,
+        "precision": "bf16",
+        "compile": False,
+        "devices": list(devices),
     }
     return {
         "kind": "speed",
@@ -186,6 +189,7 @@ def speed(name: str, patch: int, sizes: Sequence[int], devices: Sequence[str]) -
         "command": f"linvit compare imagenette -o store --only {digest(identity)}",
         "environment": environment(),
         "rows": rows,
+        "seconds": 60.0,
     }
 
 
@@ -216,18 +220,29 @@ def timing(name: str, patch: int, size: int, device: str, batch: int, what: str)
     }
 
 
-def identity_of(name: str, patch: int, mode: str, epochs: int, seed: int, teacher: Any) -> dict[str, Any]:
+def identity_of(
+    name: str, patch: int, mode: str, epochs: int, seed: int, teacher: Any, kind: str = "run"
+) -> dict[str, Any]:
     config = {"recipe": "deit", "seed": seed, "epochs": epochs, "lr": 1e-3, "batch_size": 256, "weight_decay": 0.05}
     return {
+        "kind": kind,
         "mode": mode,
-        "architecture": architecture(),
-        "candidate": name,
-        "patch_size": patch,
-        "size": 128,
+        **structure(name, patch),
         "data": {"name": "imagenette", "digest": "9f31c0de55aa10f2"},
         "config": config,
         "seed": seed,
         "teacher": teacher,
+    }
+
+
+def structure(name: str, patch: int) -> dict[str, Any]:
+    candidate = {"name": name, "options": {}}
+    return {
+        "architecture": architecture(),
+        "classes": 10,
+        "candidate": candidate,
+        "patch_size": patch,
+        "size": 128,
     }
 
 
@@ -262,8 +277,8 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def row_of(contents: Contents, name: str, patch: int = 4) -> Row:
+def row_of(contents: Contents, name: str, patch: int = 4) -> CandidateRow:
     """A candidate's row in the first setting."""
-    found = [row for row in contents.settings[0].rows if row.name == name and row.first.patch == patch]
+    found = [row for row in contents.settings[0].rows if row.name == name and row.label.patch == patch]
     assert len(found) == 1
     return found[0]

@@ -1,43 +1,64 @@
-"""Tasks and results that cost nothing, for the store and the engines; also used in worker processes."""
+"""Tasks and results that cost nothing, for the store and the places; also used in worker processes."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from linvit.comparison.grid import Task
-from linvit.comparison.identity import digest, key_of
-from linvit.comparison.store import Store, hardware_for
+from linvit.comparison.description.task import Task
+from linvit.comparison.results import (
+    Accuracy,
+    Candidate,
+    DataFacts,
+    DataSet,
+    Environment,
+    Identity,
+    Label,
+    ModelFacts,
+    Run,
+    Speed,
+    SpeedIdentity,
+    Training,
+    TrainingIdentity,
+)
+from linvit.comparison.scheduling.store import Store, hardware_for, head_of
 
 
 def make_task(number: int, kind: str = "run", needs: tuple[str, ...] = (), **extra: Any) -> Task:
-    identity = {"kind": kind, "seed": number, "devices": ["cpu"], **extra}
-    label = {
-        "candidate": f"c{number}",
-        "mechanism": "stella",
-        "paper": "MixA",
-        "patch": 4,
+    """What is odd about a task stands among the settings of its architecture."""
+    structure: dict[str, Any] = {
+        "architecture": {"model": "fair", "number": number, **extra},
+        "classes": 10,
+        "candidate": Candidate("stella"),
+        "patch_size": 4,
         "size": 32,
-        "mode": "scratch",
     }
-    return Task(kind, key_of(identity), identity, digest(number), {**label, "seed": number}, needs)
+    identity: Identity
+    if kind == "speed":
+        identity = SpeedIdentity(**structure, ladder=(32,), batch=1, precision="fp32", compile=False, devices=("cpu",))
+    else:
+        data = DataSet("digits", None)
+        identity = TrainingIdentity(**structure, kind=kind, mode="scratch", data=data, config={}, seed=number)
+    label = Label(
+        candidate=f"c{number}", mechanism="stella", paper="MixA", patch=4, size=32, mode="scratch", seed=number
+    )
+    return Task(identity, label, needs)
 
 
-def make_result(task: Task, time: str = "2026-01-01T00:00:00+00:00", **extra: Any) -> dict[str, Any]:
-    return {
-        "kind": task.kind,
-        "version": 1,
-        "key": task.key,
-        "candidate_key": task.candidate_key,
-        "label": task.label,
-        "identity": task.identity,
-        "command": task.command,
-        "environment": {"hardware": hardware_for(task), "time": time},
-        **extra,
-    }
+def make_result(
+    task: Task, time: str = "2026-01-01T00:00:00+00:00", hardware: str = "", top1: float = 0.0, **extra: Any
+) -> Run | Speed:
+    where = Environment(hardware=hardware or hardware_for(task), time=time, threads=extra.pop("threads", None))
+    head = {**head_of(task, task.kind), "environment": where, "seconds": 0.0, **extra}
+    if task.kind == "speed":
+        return Speed(**head, rows=())
+    accuracy = Accuracy((), top1, None, top1, None, None, "")
+    data, model = DataFacts("digits", None, 1, 1), ModelFacts(1, 1, 1)
+    return Run(**{"training": Training(0.0, None, None, "cpu", 1), **head}, data=data, model=model, accuracy=accuracy)
 
 
 def note(store: Store, task: Task, what: str) -> None:
@@ -62,19 +83,33 @@ def meet(folder: Path, key: str) -> None:
         time.sleep(0.01)
 
 
-def quick(task: Task, store: Store, *, device: str, shared: int, watch: Any) -> dict[str, Any]:
+def quick(task: Task, store: Store, *, device: str, shared: int, watch: Any) -> Run | Speed:
     """Does nothing, in a moment; odd things happen to tasks that ask for them."""
+    odd = task.identity.architecture
     note(store, task, "begin")
     watch({"kind": "train", "step": 1, "steps": 2, "epoch": 0.5, "loss": 1.0, "images_per_second": 10.0, "stage": "t"})
-    time.sleep(task.identity.get("seconds", 0.0))
-    if task.identity.get("meet"):
+    time.sleep(odd.get("seconds", 0.0))
+    if odd.get("meet"):
         meet(store.folder / "meeting", task.key)
-    if task.identity.get("error"):
-        raise RuntimeError(task.identity["error"])
+    if odd.get("error"):
+        raise RuntimeError(odd["error"])
     work = store.work_folder(task.key)
     work.mkdir(parents=True, exist_ok=True)
     (work / "tries").open("a").write("x")
-    if len((work / "tries").read_text()) <= task.identity.get("deaths", 0):
+    if len((work / "tries").read_text()) <= odd.get("deaths", 0):
         os.kill(os.getpid(), signal.SIGKILL)
     note(store, task, "end")
-    return make_result(task, device=device, shared=shared)
+    if task.kind == "speed":
+        return make_result(task, threads=shared)  # a speed does not say how many shared the device
+    return make_result(task, training=Training(0.0, None, None, device, shared))
+
+
+def without_timings(result: Run | Speed) -> Run | Speed:
+    """A result without what may differ when the same task is done again: times, memory, and where it was."""
+    result = replace(result, environment=Environment(hardware="", time=""), seconds=0.0)
+    if isinstance(result, Speed):
+        bare: dict[str, Any] = dict.fromkeys(("milliseconds", "images_per_second", "peak_bytes", "ratio"))
+        return replace(result, rows=tuple(replace(row, **bare) for row in result.rows))
+    epochs = tuple(replace(epoch, seconds=0.0) for epoch in result.accuracy.epochs)
+    training = Training(0.0, None, None, result.training.device, 0)
+    return replace(result, accuracy=replace(result.accuracy, epochs=epochs), training=training)

@@ -7,8 +7,9 @@ import timm
 import torch
 
 from linvit.attention import list_mechanisms
-from linvit.comparison.building import become, build_model, build_softmax, student_of
-from linvit.comparison.candidates import read_candidate
+from linvit.comparison.description.building import become, build_model, build_softmax, student_of
+from linvit.comparison.description.candidates import read_candidate
+from linvit.comparison.results import Structure
 from linvit.conversion import find_hosts, load, save
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError
@@ -17,9 +18,9 @@ FAIR: dict[str, Any] = {"model": "fair", "width": 16, "depths": [1, 1], "heads":
 VIT: dict[str, Any] = {"model": "vit", "width": 16, "depth": 4, "heads": 2}
 
 
-def structure(candidate: str, architecture: dict[str, Any] = FAIR, **changes: Any) -> dict[str, Any]:
-    given = {"architecture": architecture, "candidate": read_candidate(candidate)}
-    return {**given, "patch_size": 8, "size": 32, "classes": 10, **changes}
+def structure(candidate: str, architecture: dict[str, Any] = FAIR, **changes: Any) -> Structure:
+    given = {"patch_size": 8, "size": 32, "classes": 10, **changes}
+    return Structure(architecture=architecture, candidate=read_candidate(candidate), **given)
 
 
 def mechanisms(model: torch.nn.Module) -> list[str]:

@@ -10,13 +10,14 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linvit.comparison import running
-from linvit.comparison.measuring import measure_speed
-from linvit.comparison.running import execute, without_timings
-from linvit.comparison.sharing import Shared
-from linvit.comparison.store import Store
+from linvit.comparison.scheduling.execution import running
+from linvit.comparison.scheduling.execution.measuring import measure_speed
+from linvit.comparison.scheduling.execution.running import execute
+from linvit.comparison.scheduling.execution.sharing import Shared
+from linvit.comparison.scheduling.store import Store
 from linvit.measurement import clock
 from tests.comparison.small import tasks
+from tests.comparison.tasks import without_timings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,20 +34,20 @@ def test_the_next_seed_is_all_training(tmp_path: Path, candidate: str) -> None:
     graphs = counters["stats"]["unique_graphs"]
     reused = execute(second, Store(tmp_path), device="cuda")
     assert counters["stats"]["unique_graphs"] == graphs, "the second seed compiles nothing"
-    assert reused["seconds"] - reused["training"]["seconds"] < 2
-    assert reused["training"]["peak_bytes"] > 0
+    assert reused.seconds - reused.training.seconds < 2
+    assert reused.training.peak_bytes > 0
     running.SHARED = Shared()
     assert without_timings(execute(second, Store(tmp_path / "b"), device="cuda")) == without_timings(reused)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_ladder_on_the_gpu(compiled: bool) -> None:
-    given = {"sizes": [32, 64], "batch": 64, "devices": ["cuda"], "compile": compiled}
+    given = {"size": [32, 64], "batch": 64, "devices": ["cuda"], "compile": compiled}
     task = next(task for task in tasks("stella", measure=given) if task.kind == "speed")
-    rows = measure_speed(task, budget=0.05)["rows"]
-    assert [row["note"] for row in rows] == [None] * 5
-    assert all(row["cuda_graph"] and row["compiled"] == compiled for row in rows)
-    assert all(row["precision"] == "bf16" and row["ratio"] > 0 and row["peak_bytes"] > 0 for row in rows)
+    rows = measure_speed(task.identity, budget=0.05)[1]
+    assert [row.note for row in rows] == [None] * 5
+    assert all(row.cuda_graph and row.compiled == compiled for row in rows)
+    assert all(row.precision == "bf16" and row.ratio > 0 and row.peak_bytes > 0 for row in rows)
 
 
 class Operations(TorchDispatchMode):
@@ -74,9 +75,9 @@ def test_a_replayed_pass_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "by_turns", watched)
     peaks = []
     for replayed in (False, True):
-        given = {"sizes": [32], "batch": 8, "devices": ["cuda"], "cuda_graph": replayed}
+        given = {"size": [32], "batch": 8, "devices": ["cuda"], "cuda_graph": replayed}
         task = next(task for task in tasks("stella", measure=given) if task.kind == "speed")
         asked.clear()
-        peaks.append([row["peak_bytes"] for row in measure_speed(task, budget=0.05)["rows"]])
+        peaks.append([row.peak_bytes for row in measure_speed(task.identity, budget=0.05)[1]])
         assert asked and all((number == 0) == replayed for number in asked)
     assert peaks[1] == pytest.approx(peaks[0], rel=0.1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from linvit.comparison.report import gather, render
+from linvit.comparison.reporting import gather, render
 from tests.comparison.synthetic import MECHANISMS, write_store
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright: pip install playwright")
@@ -160,7 +160,7 @@ def test_axes_device_and_resolution(visit: Visit) -> None:
 
 
 def test_the_front_is_that_of_the_statistics(visit: Visit) -> None:
-    from linvit.comparison.statistics import pareto_front
+    from linvit.comparison.statistics.estimates import pareto_front
 
     visit.page.select_option("#pareto-x", "macs")
     data = visit.page.evaluate("JSON.parse(document.getElementById('data').textContent)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import signal
 import subprocess
@@ -17,17 +16,21 @@ from typing import Any
 
 import pytest
 
-from linvit.comparison.engines import local, real_execute
-from linvit.comparison.engines import ray as engine
-from linvit.comparison.engines.ray_cluster import OneVoice, connect
-from linvit.comparison.engines.ray_files import keep_only, mirrored, read_files, write_files
-from linvit.comparison.engines.ray_worker import absolute, misfit, own_source
-from linvit.comparison.grid import Task, expand
-from linvit.comparison.running import without_timings
-from linvit.comparison.spec import Comparison, Measure
-from linvit.comparison.store import Store
+from linvit.comparison.description.grid import expand
+from linvit.comparison.description.spec import Comparison, Measure
+from linvit.comparison.description.task import Task
+from linvit.comparison.results import Run, Speed, parse_result
+from linvit.comparison.scheduling.places import ray as engine
+from linvit.comparison.scheduling.places.here import Here
+from linvit.comparison.scheduling.places.place import real_execute
+from linvit.comparison.scheduling.places.ray import RayCluster
+from linvit.comparison.scheduling.places.ray_cluster import OneVoice, connect
+from linvit.comparison.scheduling.places.ray_files import keep_only, mirrored, read_files, write_files
+from linvit.comparison.scheduling.places.ray_worker import absolute, misfit, own_source
+from linvit.comparison.scheduling.scheduler import run
+from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from tests.comparison.tasks import log, make_result, make_task, quick
+from tests.comparison.tasks import log, make_result, make_task, quick, without_timings
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join([str(ROOT / "src"), str(ROOT)])  # of linvit and of the tests, for workers
@@ -35,13 +38,13 @@ PLAIN = ("batch_size=256", "precision=fp32", "log_steps=1", "checkpoint_seconds=
 TINY = Comparison(
     mode="distil",
     recipe="fast",
-    candidates=("stella", "efficient"),
+    plans=("stella", "efficient"),
     settings=("epochs=1", *PLAIN),
     teacher_settings=("epochs=4", *PLAIN),
     architecture={"model": "fair", "width": 16, "depths": [1, 1], "heads": [1, 2]},
     patch_sizes=(8,),
-    sizes=(32,),
-    measure=Measure(sizes=(32,), batch=2, devices=("cpu",)),
+    size=(32,),
+    measure=Measure(size=(32,), batch=2, devices=("cpu",)),
 )
 
 
@@ -89,13 +92,13 @@ def ray(cluster: Any) -> Iterator[Any]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """What the local engine makes of the tiny comparison."""
     store = Store(tmp_path_factory.mktemp("local"))
-    assert local.run(expand(TINY), store, watch=Ear()).complete
+    assert run(expand(TINY), store, Here(), watch=Ear()).complete
     return store
 
 
 def files(store: Store) -> dict[str, Any]:
     found = sorted([*store.folder.glob("runs/*.json"), *store.folder.glob("speeds/*.json")])
-    return {path.name: without_timings(json.loads(path.read_text())) for path in found}
+    return {path.name: without_timings(parse_result(path.read_bytes(), path.name)) for path in found}
 
 
 def test_a_cluster_too_small_is_refused(ray: Any, tmp_path: Path) -> None:
@@ -104,7 +107,7 @@ def test_a_cluster_too_small_is_refused(ray: Any, tmp_path: Path) -> None:
         ({"cpus": 2}, "no node of .* has 2 CPUs for a run"),
     ):
         with pytest.raises(LinvitError, match=message):
-            engine.run([make_task(0)], Store(tmp_path), watch=Ear(), execute=quick, **options)
+            run([make_task(0)], Store(tmp_path), RayCluster(quick, **options), watch=Ear())
 
 
 def test_a_node_with_other_code_or_without_the_data_is_named(
@@ -114,7 +117,7 @@ def test_a_node_with_other_code_or_without_the_data_is_named(
     with pytest.raises(
         LinvitError, match=r"^node \S+ \(\S+\) of the Ray cluster runs linvit .*, the driver 9.9"
     ) as caught:
-        engine.run([make_task(0)], Store(tmp_path), watch=Ear(), execute=quick)
+        run([make_task(0)], Store(tmp_path), RayCluster(quick), watch=Ear())
     assert (
         "\n" not in str(caught.value) and not any(tmp_path.glob("claims/[!.]*")) and not any(tmp_path.glob("*/*.json"))
     )
@@ -130,7 +133,7 @@ def test_the_same_files_though_a_worker_is_killed(
     def unseen(store: Store) -> Iterator[str]:
         yield "/no/such/file"
 
-    def slowly(task: Task, store: Store, *, watch: Any, **options: Any) -> dict[str, Any]:
+    def slowly(task: Task, store: Store, *, watch: Any, **options: Any) -> Run | Speed:
         def hear(record: dict[str, Any]) -> None:
             watch(record)
             time.sleep(0.3 if record["kind"] == "train" and task.kind == "teacher" else 0)
@@ -146,12 +149,12 @@ def test_the_same_files_though_a_worker_is_killed(
     monkeypatch.setattr(engine, "marked", unseen)
     store, ear, tasks = Store(tmp_path), Ear(kill), expand(TINY)
     teacher = tasks[0].key
-    summary = engine.run(tasks, store, watch=ear, execute=slowly)
+    summary = run(tasks, store, RayCluster(slowly), watch=ear)
     assert summary.complete and set(summary.done) == {task.key for task in tasks}
     assert files(store) == files(expected) and len(files(store)) == 5
     assert read_files(store.teacher_folder(teacher)) == read_files(expected.teacher_folder(teacher))
     assert not any(store.folder.glob("work/*")) and not any(store.folder.glob("claims/[!.]*"))
-    assert store.results("failure") == []
+    assert store.failures() == []
 
     (lost,) = [record for _, record in ear.heard if record["kind"] == "lost"]
     assert lost["attempt"] == 1 and ear.kinds(teacher).count("start") == 2
@@ -168,23 +171,23 @@ def test_failures_are_recorded_and_do_not_stop_the_others(ray: Any, tmp_path: Pa
     student = make_task(4, needs=(teacher.key,))
     tasks = [teacher, wrong, doomed, well, student]
     store, ear = Store(tmp_path), Ear()
-    summary = engine.run(tasks, store, watch=ear, execute=quick)
+    summary = run(tasks, store, RayCluster(quick), watch=ear)
     assert summary.done == (well.key,) and set(summary.failed) == {wrong.key, doomed.key, teacher.key}
     assert summary.missing == (student.key,)
     (failure,) = store.failures(wrong.key)
-    assert failure["error"] == "RuntimeError: no such thing" and "in quick" in failure["traceback"]
-    assert failure["command"] == wrong.command and failure["attempt"] == 1
+    assert failure.error == "RuntimeError: no such thing" and "in quick" in failure.traceback
+    assert failure.command == wrong.command and failure.attempt == 1
     (failure,) = store.failures(doomed.key)
-    assert failure["error"].startswith("its worker was lost 3 times")
+    assert failure.error.startswith("its worker was lost 3 times")
     begun = [key for what, key, *_ in log(tmp_path) if what == "begin"]
     assert [begun.count(task.key) for task in tasks] == [1, 1, 3, 1, 0]
     assert ear.kinds(doomed.key).count("lost") == 3
 
-    assert engine.run(tasks, store, watch=Ear(), execute=quick).failed == summary.failed
+    assert run(tasks, store, RayCluster(quick), watch=Ear()).failed == summary.failed
     assert len(log(tmp_path)) == len(begun) + 1, "what failed is tried again only when asked"
 
 
-def at_once(task: Task, store: Store, **options: Any) -> dict[str, Any]:
+def at_once(task: Task, store: Store, **options: Any) -> Run | Speed:
     return make_result(task)
 
 
@@ -203,21 +206,22 @@ def test_ctrl_c_ends_the_workers_and_leaves_the_store_good(ray: Any, tmp_path: P
     first, second = make_task(0), make_task(1, seconds=600)
     store, ear = Store(tmp_path), Ear(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        engine.run([first, second], store, watch=ear, execute=quick)
+        run([first, second], store, RayCluster(quick), watch=ear)
     assert not any(tmp_path.glob("claims/[!.]*")) and not any(tmp_path.glob("claims/.driver*"))
-    assert store.results("failure") == [] and store.finished(first) and not store.finished(second)
+    assert store.failures() == [] and store.finished(first) and not store.finished(second)
     assert ended(next(int(pid) for what, key, pid, _ in log(tmp_path) if key == second.key))
 
 
 DRIVER = """
 import sys
-from linvit.comparison.engines import ray
-from linvit.comparison.store import Store
+from linvit.comparison.scheduling.places.ray import RayCluster
+from linvit.comparison.scheduling.scheduler import run
+from linvit.comparison.scheduling.store import Store
 from tests.comparison.tasks import make_task, quick
 
 tasks = [make_task(number, seconds=float(seconds)) for number, seconds in enumerate(sys.argv[3:])]
-tell = lambda task, record: print(record["kind"], task.label["seed"], file=sys.stderr, flush=True)
-ray.run(tasks, Store(sys.argv[1]), watch=tell, address=sys.argv[2], execute=quick)
+tell = lambda task, record: print(record["kind"], task.label.seed, file=sys.stderr, flush=True)
+run(tasks, Store(sys.argv[1]), RayCluster(quick, address=sys.argv[2]), watch=tell)
 """
 
 
@@ -243,7 +247,7 @@ def test_two_drivers_share_a_store_and_one_outlives_the_other(ray: Any, cluster:
                 other.kill()
 
             threading.Thread(target=kill, daemon=True).start()
-            summary = engine.run(tasks, store, watch=Ear(), execute=at_once)
+            summary = run(tasks, store, RayCluster(at_once), watch=Ear())
             assert summary.complete and tasks[0].key in summary.done
         finally:
             other.kill()
@@ -260,7 +264,7 @@ def test_runs_share_gpus_and_speeds_come_last_and_alone(ray: Any, cluster: Any, 
         runs = [make_task(number, seconds=0.8) for number in range(4)]
         speeds = [make_task(number, "speed", seconds=0.3) for number in (10, 11)]
         store = Store(tmp_path)
-        assert engine.run([*speeds, *runs], store, watch=Ear(), execute=quick, per_gpu=2).complete
+        assert run([*speeds, *runs], store, RayCluster(quick, per_gpu=2), watch=Ear()).complete
     finally:
         cluster.remove_node(node)
     times = {(what, key): float(at) for what, key, _, at in log(tmp_path)}
@@ -269,8 +273,8 @@ def test_runs_share_gpus_and_speeds_come_last_and_alone(ray: Any, cluster: Any, 
     last = max(spans[task.key][1] for task in runs)
     early, late = sorted(spans[task.key] for task in speeds)
     assert last < early[0] < early[1] < late[0]
-    assert {result["shared"] for result in store.results("run")} == {2}
-    assert {result["shared"] for result in store.results("speed")} == {1}
+    assert {result.training.shared for result in store.runs()} == {2}
+    assert {result.environment.threads for result in store.speeds()} == {1}
 
 
 def test_what_a_node_must_have(tmp_path: Path) -> None:
@@ -296,7 +300,7 @@ def test_places_are_absolute_on_their_way(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_checkpoints_are_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linvit.comparison.engines.ray_files.EVERY", 0.05)
+    monkeypatch.setattr("linvit.comparison.scheduling.places.ray_files.EVERY", 0.05)
     there, here = tmp_path / "there", tmp_path / "here"
     write_files(there, {"log.jsonl": b"a", "checkpoints/step-1.safetensors": b"1"})
     write_files(here, read_files(there))
@@ -330,7 +334,7 @@ def test_stdout_is_for_results(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_ray_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LinvitError, match=r"pip install 'linvit\[ray\]'") as caught:
-        engine.run([make_task(0)], Store(tmp_path), watch=Ear())
+        run([make_task(0)], Store(tmp_path), RayCluster(), watch=Ear())
     assert "\n" not in str(caught.value)
 
 

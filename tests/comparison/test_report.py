@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linvit.comparison.report import Contents, gather, markdown, render, spreadsheet
-from linvit.comparison.report.answer import TOLERANCES, main_rows
-from linvit.comparison.report.caveats import caveats
-from linvit.comparison.report.payload import apart
+from linvit.comparison.reporting import Contents, gather, markdown, render, spreadsheet
+from linvit.comparison.reporting.answer import TOLERANCES, main_rows
+from linvit.comparison.reporting.caveats import caveats
+from linvit.comparison.reporting.payload import apart
 from linvit.errors import LinvitError
 from linvit.tasks.classify.pairing import paired_difference
 from tests.comparison.synthetic import MECHANISMS, row_of, write_store
@@ -63,13 +63,13 @@ def test_a_teacher_from_elsewhere_has_its_accuracy_only(tmp_path: Path) -> None:
 
 def test_speeds_join_by_candidate(scratch: Contents) -> None:
     row = row_of(scratch, "stella")
-    ways = {(speed.device, speed.what, speed.many) for speed in row.speeds}
+    ways = {(speed.device, speed.what, speed.many) for speed in row.ladders}
     assert ways == {
         (d, w, m) for d in ("cpu", "cuda") for w, m in (("inference", False), ("inference", True), ("training", True))
     }
-    many = next(s for s in row.speeds if s.device == "cuda" and s.what == "inference" and s.many)
-    assert [t.tokens for t in many.ladder] == [256, 1024, 4096, 16384]
-    softmax = next(s for s in row_of(scratch, "softmax").speeds if s.same_clock(many))
+    many = next(s for s in row.ladders if s.device == "cuda" and s.what == "inference" and s.many)
+    assert [t.tokens for t in many.points] == [256, 1024, 4096, 16384]
+    softmax = next(s for s in row_of(scratch, "softmax").ladders if s.same_clock(many))
     assert many.memory is not None and softmax.memory is not None
     assert many.memory.exponent == pytest.approx(1, abs=0.05) and softmax.memory.exponent > 1.3
 
@@ -83,7 +83,7 @@ def test_speeds_of_other_precisions_do_not_mix(tmp_path: Path) -> None:
         data["key"] = data["key"][::-1]
         (store / "speeds" / f"{data['key']}-h200.json").write_text(json.dumps(data))
     row = row_of(gather([store]), "qt")
-    assert {speed.chip for speed in row.speeds} == {"NVIDIA H200, bf16, CUDA graph", "NVIDIA H200, fp32, compiled"}
+    assert {speed.chip for speed in row.ladders} == {"NVIDIA H200, bf16, CUDA graph", "NVIDIA H200, fp32, compiled"}
 
 
 def test_speeds_join_by_structure_where_the_key_does_not(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_speeds_join_by_structure_where_the_key_does_not(tmp_path: Path) -> None
     for path in store.glob("speeds/*.json"):
         data = json.loads(path.read_text()) | {"candidate_key": "0" * 16}
         path.write_text(json.dumps(data))
-    assert len(row_of(gather([store]), "qt").speeds) == 6
+    assert len(row_of(gather([store]), "qt").ladders) == 6
 
 
 def test_the_answer_names_mechanisms_tokens_and_doubt(scratch: Contents) -> None:
@@ -123,20 +123,18 @@ def test_without_ratios_times_decide_and_softmax_wins_ties(tmp_path: Path) -> No
         for row in data["rows"]:
             row["ratio"] = None
         path.write_text(json.dumps(data))
-    found = {
-        (ladder.many, pick.tokens): pick.name for ladder in gather([store]).answer.ladders for pick in ladder.picks
-    }
+    found = {(ladder.many, pick.tokens): pick.name for ladder in gather([store]).answer.picks for pick in ladder.picks}
     assert found == {(True, 256): "stella", (True, 4096): "stella", (False, 256): "softmax", (False, 4096): "stella"}
 
 
 def test_picks_keep_their_promise(scratch: Contents) -> None:
-    assert {ladder.tolerance for ladder in scratch.answer.ladders} == set(TOLERANCES)
-    for ladder in scratch.answer.ladders:
+    assert {ladder.tolerance for ladder in scratch.answer.picks} == set(TOLERANCES)
+    for ladder in scratch.answer.picks:
         for pick in ladder.picks:
             assert pick.row is not None
             assert pick.name == "softmax" or (pick.row.delta and pick.row.delta.mean >= -ladder.tolerance)
             assert pick.ratio is None or pick.ratio >= 1
-    generous = [ladder for ladder in scratch.answer.ladders if ladder.tolerance == 5.0]
+    generous = [ladder for ladder in scratch.answer.picks if ladder.tolerance == 5.0]
     assert any(pick.name == "hydra" for ladder in generous for pick in ladder.picks)
 
 
@@ -204,7 +202,7 @@ def test_failures_that_were_made_good_are_gone(tmp_path: Path) -> None:
     (store / "failures" / f"{key}-1.json").write_text(json.dumps(failure | {"key": key}))
     again = failure | {"attempt": 2, "error": "again"}
     (store / "failures" / f"{failure['key']}-2.json").write_text(json.dumps(again))
-    assert [f["error"] for f in gather([store]).results.failures] == ["again"]
+    assert [f.error for f in gather([store]).results.failures] == ["again"]
 
 
 def test_nothing_to_report(tmp_path: Path) -> None:
@@ -213,7 +211,7 @@ def test_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(LinvitError, match="no store"):
         gather([tmp_path / "missing"])
     (tmp_path / "store.tar").write_bytes(b"")
-    with pytest.raises(LinvitError, match="--merge"):
+    with pytest.raises(LinvitError, match="is no archive of a store"):
         gather([tmp_path / "store.tar"])
 
 

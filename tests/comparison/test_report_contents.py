@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from linvit.comparison.report import Contents, gather, markdown, render, spreadsheet
-from linvit.comparison.report.answer import main_rows
-from linvit.comparison.report.caveats import caveats, inferred
-from linvit.comparison.report.payload import HUES, MARKERS, payload, styles, thinned
-from linvit.comparison.report.published import FAIR, claims, rankings
+from linvit.comparison.reporting import Contents, gather, markdown, render, spreadsheet
+from linvit.comparison.reporting.answer import main_rows
+from linvit.comparison.reporting.caveats import caveats, inferred
+from linvit.comparison.reporting.payload import HUES, MARKERS, payload, styles, thinned
+from linvit.comparison.reporting.published import FAIR, claims, rankings
 from linvit.measurement.published import TABLES
 from linvit.tasks.classify.pairing import paired_difference
 from tests.comparison.synthetic import row_of, write_store
@@ -80,9 +80,9 @@ def test_inferred_formulas_are_called_inferred() -> None:
 def test_styles_are_unique_and_variants_share_a_hue() -> None:
     many = ["softmax", *(f"mechanism{i}" for i in range(22)), "xca", "xca:variant=fair"]
     made = styles(many)
-    assert len({tuple(style) for style in made.values()}) == len(many)
-    assert made["softmax"][0] == -1 and made["xca"][0] == made["xca:variant=fair"][0]
-    assert all(-1 <= hue < HUES and 0 <= marker < MARKERS for hue, marker in made.values())
+    assert len({tuple(style.values()) for style in made.values()}) == len(many)
+    assert made["softmax"]["hue"] == -1 and made["xca"]["hue"] == made["xca:variant=fair"]["hue"]
+    assert all(-1 <= style["hue"] < HUES and 0 <= style["marker"] < MARKERS for style in made.values())
     assert made == styles(reversed(many))
 
 
@@ -96,7 +96,7 @@ def test_payload_keeps_each_config_once_and_no_bits(scratch: Contents) -> None:
     data = payload(scratch.results, scratch.settings, scratch.answer)
     assert len(data["environments"]) == 1 and len(data["configs"]) == len(data["rows"])
     text = json.dumps(data)
-    assert scratch.results.runs[0].data["accuracy"]["correct"] not in text
+    assert scratch.results.runs[0].accuracy.correct not in text
     run = data["rows"][0]["runs"][0]
     assert run["command"].endswith(run["key"])
 
@@ -114,7 +114,9 @@ def test_markdown_tables_are_whole(scratch: Contents, distil: Contents) -> None:
 def test_csv_has_a_line_for_each_run_and_timing(scratch: Contents) -> None:
     lines = list(csv.DictReader(io.StringIO(spreadsheet(scratch))))
     kinds = [line["kind"] for line in lines]
-    assert kinds.count("run") == len(scratch.results.runs) and kinds.count("speed") == len(scratch.results.timings)
+    assert kinds.count("run") == len(scratch.results.runs) and kinds.count("speed") == sum(
+        len(speed.rows) for speed in scratch.results.speeds
+    )
     line = next(line for line in lines if line["kind"] == "run" and line["candidate"] == "qt" and line["seed"] == "1")
     run = next(run for run in scratch.results.runs if run.key == line["key"])
     assert float(line["top1"]) == run.top1 and line["hardware"] == "NVIDIA H200"
@@ -145,9 +147,9 @@ def test_a_claim_is_held_against_the_candidate_most_like_the_papers(tmp_path: Pa
     rows = main_rows(gather([store]).settings[0])
 
     def chosen(rows: Any) -> str:
-        (made,) = {claim.ours.first.candidate for claim in claims(rows)}
+        (made,) = {claim.ours.label.candidate for claim in claims(rows)}
         return str(made)
 
     assert chosen(rows) == chosen(rows[::-1]) == "mixa:keep=6,layers=measured"
-    counted = [row for row in rows if "measured" not in row.first.candidate]
+    counted = [row for row in rows if "measured" not in row.label.candidate]
     assert chosen(counted) == chosen(counted[::-1]) == "mixa:keep=6"

@@ -15,16 +15,19 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from linvit.comparison import running
-from linvit.comparison.grid import Task
-from linvit.comparison.running import execute, threads, without_timings
-from linvit.comparison.sharing import Shared, affinity
-from linvit.comparison.store import Store
+from linvit.codec import to_plain
+from linvit.comparison.description.task import Task
+from linvit.comparison.results import DataFacts, DataSet
+from linvit.comparison.scheduling.execution import running
+from linvit.comparison.scheduling.execution.running import execute, threads
+from linvit.comparison.scheduling.execution.sharing import Shared
+from linvit.comparison.scheduling.store import Store
 from linvit.conversion import load
 from linvit.errors import LinvitError
 from linvit.training.config import Config
 from linvit.training.recipes import RECIPES, recipe
 from tests.comparison.small import PLAIN, tasks
+from tests.comparison.tasks import without_timings
 
 
 @pytest.fixture(autouse=True)
@@ -51,26 +54,26 @@ def test_a_result_has_everything(tmp_path: Path) -> None:
     (task,) = tasks("stella", settings=("epochs=6",))
     seen: list[dict[str, Any]] = []
     result = execute(task, Store(tmp_path), device="cpu", shared=2, watch=seen.append)
-    json.dumps(result, allow_nan=False)
-    assert (result["kind"], result["key"], result["label"]) == ("run", task.key, task.label)
-    assert result["data"] | {"digest": ""} == {"name": "digits", "digest": "", "train": 1437, "validation": 360}
-    assert result["model"]["tokens"] == 16 and result["model"]["macs"] > result["model"]["parameters"] > 1000
-    found = result["accuracy"]
-    assert [epoch["epoch"] for epoch in found["epochs"]] == [0, 1, 2, 3, 4, 5, 6]
-    assert found["top1"] == found["epochs"][-1]["top1"] > found["epochs"][0]["top1"] + 30, "it has learnt"
-    assert found["loss"] == pytest.approx(found["epochs"][-1]["loss"]) and found["loss"] < found["epochs"][0]["loss"]
-    correct = np.unpackbits(np.frombuffer(base64.b64decode(found["correct"]), np.uint8), count=360)
-    assert 100 * correct.mean() == pytest.approx(found["top1"])
-    assert found["standard_error"] == pytest.approx((found["top1"] * (100 - found["top1"]) / 360) ** 0.5)
-    assert found["best"] == max(epoch["top1"] for epoch in found["epochs"])
-    training = result["training"]
-    assert training["images_per_second"] > 0 and training["seconds"] > 0
-    assert (training["peak_bytes"], training["device"], training["shared"]) == (None, "cpu", 2)
-    assert [row["dtype"] for row in result["drift"]] == ["float16", "bfloat16"]
-    for row in result["drift"]:
-        assert row["finite"] and 0 < row["relative_rms"] < 0.1 and row["agreement"] > 95
-    assert torch.__version__.startswith(result["environment"]["packages"]["torch"])
-    assert "conversion" not in result
+    json.dumps(to_plain(result), allow_nan=False)
+    assert (result.kind, result.key, result.label) == ("run", task.key, task.label)
+    assert replace(result.data, digest="") == DataFacts("digits", "", 1437, 360)
+    assert result.model.tokens == 16 and result.model.macs > result.model.parameters > 1000
+    found = result.accuracy
+    assert [epoch.epoch for epoch in found.epochs] == [0, 1, 2, 3, 4, 5, 6]
+    assert found.top1 == found.epochs[-1].top1 > found.epochs[0].top1 + 30, "it has learnt"
+    assert found.loss == pytest.approx(found.epochs[-1].loss) and found.loss < found.epochs[0].loss
+    correct = np.unpackbits(np.frombuffer(base64.b64decode(found.correct), np.uint8), count=360)
+    assert 100 * correct.mean() == pytest.approx(found.top1)
+    assert found.standard_error == pytest.approx((found.top1 * (100 - found.top1) / 360) ** 0.5)
+    assert found.best == max(epoch.top1 for epoch in found.epochs)
+    training = result.training
+    assert training.images_per_second > 0 and training.seconds > 0
+    assert (training.peak_bytes, training.device, training.shared) == (None, "cpu", 2)
+    assert [row.dtype for row in result.drift] == ["float16", "bfloat16"]
+    for row in result.drift:
+        assert row.finite and 0 < row.relative_rms < 0.1 and row.agreement > 95
+    assert torch.__version__.startswith(result.environment.packages["torch"])
+    assert result.conversion is None
     assert {record["kind"] for record in seen} == {"train", "eval"}
 
 
@@ -84,7 +87,7 @@ def test_the_same_result_whatever_ran_before(tmp_path: Path) -> None:
     again = without_timings(execute(second, Store(tmp_path / "b"), device="cpu"))
     assert running.SHARED.bench is bench, "the second seed used the first one's model"
     assert again == alone
-    assert other["accuracy"] != alone["accuracy"], "seeds differ"
+    assert other.accuracy != alone.accuracy, "seeds differ"
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=run_and_die, args=(second, tmp_path / "c", 5))
     process.start()
@@ -134,21 +137,21 @@ def test_distilling(tmp_path: Path) -> None:
     with pytest.raises(LinvitError, match=f"the weights of teacher {teacher.key} are not in the store"):
         execute(runs[0], store, device="cpu")
     taught = execute(teacher, store, device="cpu")
-    assert taught["kind"] == "teacher" and load(store.teacher_folder(teacher.key)).num_classes == 10
+    assert taught.kind == "teacher" and load(store.teacher_folder(teacher.key)).num_classes == 10
     linear, mixed, softmax = (execute(task, store, device="cpu") for task in runs)
     for result in (linear, mixed, softmax):
-        found = result["conversion"]
-        assert found["teacher_top1"] == pytest.approx(taught["accuracy"]["top1"])
-        assert found["zero_shot"] == result["accuracy"]["epochs"][0]["top1"]
-        assert 0 <= found["agreement"] <= 100 and found["kl"] >= 0
-    assert softmax["conversion"]["zero_shot"] == taught["accuracy"]["top1"], "softmax starts as its teacher"
-    assert linear["conversion"]["report"] == "plan relu_linear: 2 of 2 layers changed, 0 new parameters"
-    assert len(mixed["conversion"]["layers"]) == 1 and "layers" not in linear["conversion"]
+        found = result.conversion
+        assert found.teacher_top1 == pytest.approx(taught.top1)
+        assert found.zero_shot == result.accuracy.epochs[0].top1
+        assert 0 <= found.agreement <= 100 and found.kl >= 0
+    assert softmax.conversion.zero_shot == taught.top1, "softmax starts as its teacher"
+    assert linear.conversion.report == "plan relu_linear: 2 of 2 layers changed, 0 new parameters"
+    assert len(mixed.conversion.layers) == 1 and linear.conversion.layers is None
     folder = store.teacher_folder(teacher.key).rename(tmp_path / "given")
     given = {"mode": "distil", "recipe": "fast", "plain": False, "settings": settings, "teacher": str(folder)}
-    (task,) = tasks("relu_linear", **given, patch_sizes=[], sizes=[])
+    (task,) = tasks("relu_linear", **given, patch_sizes=[], size=[])
     same = execute(task, store, device="cpu")
-    assert same["accuracy"]["correct"] == linear["accuracy"]["correct"], "a teacher from a folder teaches the same"
+    assert same.accuracy.correct == linear.accuracy.correct, "a teacher from a folder teaches the same"
     (finer,) = tasks("relu_linear", **given, patch_sizes=[4])
     with pytest.raises(LinvitError, match="recipe fast aligns layers, and the teacher has patches of 8"):
         execute(finer, store, device="cpu")
@@ -164,7 +167,7 @@ def test_failures_say_what_is_wrong(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(LinvitError, match="layers=measured asks a trained model"):
         execute(measured, store, device="cpu")
-    other = replace(task, identity={**task.identity, "data": {"name": "digits", "digest": "0"}})
+    other = replace(task, identity=replace(task.identity, data=DataSet("digits", "0")))
     with pytest.raises(LinvitError, match="is not the set this run is about"):
         execute(other, store, device="cpu")
     assert running.SHARED.bench is None, "nothing of a failed run is used again"
@@ -233,13 +236,13 @@ def test_many_candidates_are_all_compiled(tmp_path: Path, dynamo_only: None) -> 
 
 def test_affinity_is_what_seeds_share() -> None:
     a, b, c = (tasks(name, seeds=seeds) for name, seeds in (("stella", [0]), ("stella", [1]), ("sima", [0])))
-    assert affinity(a[0]) == affinity(b[0]) != affinity(c[0])
+    assert a[0].affinity == b[0].affinity != c[0].affinity
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_come_back_from_plain_data(name: str) -> None:
     config = recipe(name)
-    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert Config.from_dict({**config.to_dict(), "sparse_empty": 1e-3}) == config, "a field that is gone"
+    assert Config.from_dict(json.loads(json.dumps(to_plain(config)))) == config
+    assert Config.from_dict({**to_plain(config), "sparse_empty": 1e-3}) == config, "a field that is gone"
     with pytest.raises(LinvitError, match="unknown field of the recipe 'lrr'"):
         Config.from_dict({"lrr": 1})

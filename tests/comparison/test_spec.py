@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from linvit.comparison.candidates import name_of, read_candidate, split_candidates
-from linvit.comparison.spec import Comparison, Measure, Part, load, preset_text, presets
+from linvit.comparison.description.candidates import name_of, read_candidate
+from linvit.comparison.description.spec import Comparison, Measure, Part, load, preset_text, presets, renamed
 from linvit.errors import LinvitError
 
 
@@ -17,7 +17,7 @@ def test_presets_survive_json(name: str) -> None:
     assert Comparison.from_dict(comparison.to_dict()) == comparison
     assert len(preset_text(name).splitlines()) < 60
     for part in comparison.parts():
-        for text in part.candidates:
+        for text in part.plans:
             assert text == "all" or read_candidate(text)
 
 
@@ -28,21 +28,21 @@ def test_the_presets_there_are() -> None:
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
-        'data = "photos"\ncandidates = ["softmax", "mixa:keep=2"]\nseeds = [0, 1]\nsizes = [64]\n'
-        '[architecture]\nmodel = "vit"\ndepth = 4\n[measure]\nsizes = []\n[[also]]\nsizes = [96]\nseeds = [5]\n'
+        'data = "photos"\nplans = ["softmax", "mixa:keep=2"]\nseeds = [0, 1]\nsize = [64]\n'
+        '[architecture]\nmodel = "vit"\ndepth = 4\n[measure]\nsize = []\n[[also]]\nsize = [96]\nseeds = [5]\n'
     )
     found = load(path)
-    assert found.candidates == ("softmax", "mixa:keep=2") and found.measure == Measure(sizes=())
-    assert found.also == (Part(sizes=(96,), seeds=(5,)),)
+    assert found.plans == ("softmax", "mixa:keep=2") and found.measure == Measure(size=())
+    assert found.also == (Part(size=(96,), seeds=(5,)),)
     first, second = found.parts()
-    assert (first.sizes, first.seeds) == ((64,), (0, 1))
-    assert (second.sizes, second.seeds, second.candidates) == ((96,), (5,), first.candidates)
+    assert (first.size, first.seeds) == ((64,), (0, 1))
+    assert (second.size, second.seeds, second.plans) == ((96,), (5,), first.plans)
 
 
 def test_parts_add_settings_and_replace_the_rest() -> None:
-    comparison = Comparison(settings=("epochs=2",), also=(Part(settings=("epochs=1",), candidates=("stella",)),))
+    comparison = Comparison(settings=("epochs=2",), also=(Part(settings=("epochs=1",), plans=("stella",)),))
     assert comparison.parts()[1].settings == ("epochs=2", "epochs=1")
-    assert comparison.parts()[1].candidates == ("stella",)
+    assert comparison.parts()[1].plans == ("stella",)
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_parts_add_settings_and_replace_the_rest() -> None:
     [
         ('sedes = [1]\n[architecture]\nmodel = "fair"', "unknown field of comparison 'sedes'; did you mean seeds"),
         ('[architecture]\nmodel = "fair"\nwidht = 3', "did you mean width"),
-        ("seeds = 3", "seeds must be a list of whole numbers"),
-        ("seeds = [true]", "seeds must be a list of whole numbers"),
+        ("seeds = 3", "seeds of comparison must be a list of whole numbers, got 3"),
+        ("seeds = [true]", "seeds of comparison must be a whole number, got True"),
         ("seeds = []", "no seeds"),
-        ("candidates = []", "no candidates"),
-        ("sizes = [0]", "sizes must be at least 1"),
+        ("plans = []", "names no plans"),
+        ("size = [0]", "size must be at least 1"),
         ('mode = "distill"', "did you mean distil"),
         ('teacher = "somewhere"', "mode distil"),
         ("[measure]\nprecision = 'bf61'", "did you mean bf16"),
         ("[measure]\ndevices = ['gpu']", "unknown device 'gpu'"),
-        ("[[also]]\nrecipe = 'deit'", "unknown field of [[also]] 'recipe'"),
-        ("architecture = 'fair'", "written as [architecture]"),
-        ("mode = 3", "mode cannot be 3"),
+        ("[[also]]\nrecipe = 'deit'", "unknown field of also of comparison 'recipe'"),
+        ("architecture = 'fair'", "architecture of comparison must be a table"),
+        ("mode = 3", "mode of comparison must be a word, got 3"),
         ("seeds = [", "is no TOML file"),
     ],
 )
@@ -71,6 +71,15 @@ def test_mistakes(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(LinvitError) as caught:
         load(path)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_an_older_store_was_asked_is_read() -> None:
+    """Under the names that fields had then; a file of today must use those of today."""
+    old = {"candidates": ["stella"], "sizes": [64], "measure": {"sizes": [64]}, "also": [{"candidates": ["qt"]}]}
+    wanted = Comparison(plans=("stella",), size=(64,), measure=Measure(size=(64,)), also=(Part(plans=("qt",)),))
+    assert Comparison.from_dict(renamed(old)) == Comparison.from_dict(renamed(wanted.to_dict())) == wanted
+    with pytest.raises(LinvitError, match="unknown field of comparison 'candidates'"):
+        Comparison.from_dict(old)
 
 
 def test_unknown_preset() -> None:
@@ -83,13 +92,8 @@ def test_unknown_preset() -> None:
 def test_candidates_are_written_in_one_way() -> None:
     for text in ("mixa:where=last,keep=2", "mixa: keep=2, where=last"):
         assert name_of(read_candidate(text)) == "mixa:keep=2,where=last"
-    assert read_candidate("mixa:keep=[0,1]")["options"] == {"keep": [0, 1]}
+    assert read_candidate("mixa:keep=[0,1]").options == {"keep": [0, 1]}
     assert name_of(read_candidate("mixa:keep=[0, 1]")) == "mixa:keep=[0,1]"
-
-
-def test_candidates_in_a_row() -> None:
-    found = split_candidates("softmax,mixa:keep=[0,1],where=last,xca:lpi=true,qt")
-    assert found == ["softmax", "mixa:keep=[0,1],where=last", "xca:lpi=true", "qt"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_candidates_in_a_row() -> None:
         ("softmax:x=1", "unknown option of softmax 'x'"),
         ("mixa:2", "name:option=value"),
         ("castling:sparce=true", "did you mean sparse"),
-        ("nothing.json", "is no plan"),
+        ("nothing.json", "cannot read the plan nothing.json"),
     ],
 )
 def test_a_typo_in_a_candidate(text: str, message: str) -> None:
@@ -114,7 +118,7 @@ def test_a_typo_in_a_candidate(text: str, message: str) -> None:
 def test_a_plan_file_is_a_candidate(tmp_path: Path) -> None:
     import json
 
-    from linvit.comparison.candidates import plan_of
+    from linvit.comparison.description.candidates import plan_of
     from linvit.conversion import as_plan
 
     plan = as_plan("mixa", keep=1)

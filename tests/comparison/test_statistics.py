@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from linvit.comparison.statistics import difference, estimate, fit_exponent, kendall, pareto_front
+from linvit.comparison.statistics.estimates import difference, estimate, fit_exponent, kendall, pareto_front
 from linvit.errors import LinvitError
 
 accuracies = st.floats(0, 100, allow_nan=False)

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 import linvit
-from linvit.comparison import claims
-from linvit.comparison.engines import Board, attend, drain
-from linvit.comparison.spec import Comparison, load
-from linvit.comparison.store import Store, place
+from linvit.comparison.description.spec import Comparison, load
+from linvit.comparison.scheduling import claims
+from linvit.comparison.scheduling.places.here import Here
+from linvit.comparison.scheduling.scheduler import run
+from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
 from tests.comparison.tasks import log, make_result, make_task, quick
 
@@ -33,20 +34,19 @@ def test_a_result_is_written_once_and_never_changed(tmp_path: Path) -> None:
     assert store.write(task, make_result(task, top1=1.0))
     assert store.finished(task) and not store.work_folder(task.key).exists()
     assert not store.write(task, make_result(task, top1=2.0))
-    assert [result["top1"] for result in store.results("run")] == [1.0]
+    assert [result.top1 for result in store.runs()] == [1.0]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [f"{task.key}.json"]
-    with pytest.raises(ValueError, match="lacks its kind"):
+    with pytest.raises(ValueError, match="the result of run"):
         store.write(make_task(2), make_result(task))
 
 
 def test_speeds_are_kept_for_each_hardware(tmp_path: Path) -> None:
     store, task = Store(tmp_path), make_task(1, "speed")
-    other = {**make_result(task), "environment": {"hardware": "NVIDIA H200", "time": ""}}
-    assert store.write(task, other)
-    assert not store.finished(task) and store.finished(task, anywhere=True)
+    assert store.write(task, make_result(task, hardware="NVIDIA H200"))
+    assert not store.finished(task) and store.finished(task, "NVIDIA H200")
     assert store.write(task, make_result(task)) and store.finished(task)
     assert {path.name for path in (tmp_path / "speeds").iterdir()} >= {f"{task.key}-nvidia-h200.json"}
-    assert len(store.results("speed")) == 2 and not store.results("run")
+    assert len(store.speeds()) == 2 and not store.runs()
 
 
 def test_failures_add_up(tmp_path: Path) -> None:
@@ -54,12 +54,12 @@ def test_failures_add_up(tmp_path: Path) -> None:
     try:
         raise RuntimeError("CUDA out of memory\nmore")
     except RuntimeError as error:
-        store.fail(task, error)
-    store.fail(task, LinvitError("give a larger GPU"))
+        store.add_failure(store.failure(task, error))
+    store.add_failure(store.failure(task, LinvitError("give a larger GPU")))
     first, second = store.failures(task.key)
-    assert first["error"] == "RuntimeError: CUDA out of memory" and "Traceback" in first["traceback"]
-    assert (first["attempt"], second["attempt"], second["error"]) == (1, 2, "give a larger GPU")
-    assert not store.finished(task) and len(store.results("failure")) == 2
+    assert first.error == "RuntimeError: CUDA out of memory" and "Traceback" in first.traceback
+    assert (first.attempt, second.attempt, second.error) == (1, 2, "give a larger GPU")
+    assert not store.finished(task) and len(store.failures()) == 2
 
 
 def test_a_failure_names_no_folder_of_the_machine(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ def test_a_failure_names_no_folder_of_the_machine(tmp_path: Path) -> None:
     try:
         linvit.create_attention("nothing")
     except LinvitError as error:
-        failed = store.fail(task, LinvitError(f"the checkpoint {store.folder / 'work' / 'a.safetensors'} is cut short"))
-        traced = store.fail(task, error)
-    assert failed["error"] == "the checkpoint work/a.safetensors is cut short"
-    assert f'"{Path("linvit", "attention")}' in traced["traceback"]
-    assert str(Path(linvit.__file__).parents[1]) not in traced["traceback"]
+        cut = LinvitError(f"the checkpoint {store.folder / 'work' / 'a.safetensors'} is cut short")
+        failed, traced = store.failure(task, cut), store.failure(task, error)
+    assert failed.error == "the checkpoint work/a.safetensors is cut short"
+    assert f'"{Path("linvit", "attention")}' in traced.traceback
+    assert str(Path(linvit.__file__).parents[1]) not in traced.traceback
 
 
 def test_a_relative_store_is_not_taken_for_the_end_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_damaged_and_foreign_files_are_noted(tmp_path: Path) -> None:
     (tmp_path / "runs" / f"{cut.key}.json").write_text(whole[:50])
     (tmp_path / "runs" / "notes.json").write_text("[1]")
     (tmp_path / "runs" / f"{make_task(3).key}.json").write_text(whole)  # a result under another's name
-    assert [result["key"] for result in store.results("run")] == [task.key]
+    assert [result.key for result in store.runs()] == [task.key]
     assert len(store.notes) == 3 and all("left aside" in note for note in store.notes)
     assert store.write(cut, make_result(cut)) and store.finished(cut)
     assert any("damaged" in path.name for path in (tmp_path / "runs").iterdir())
@@ -96,7 +96,7 @@ def test_damaged_and_foreign_files_are_noted(tmp_path: Path) -> None:
 
 def test_what_was_asked_is_kept(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    for comparison in (load("digits"), Comparison(candidates=("stella",)), load("digits")):
+    for comparison in (load("digits"), Comparison(plans=("stella",)), load("digits")):
         store.ask(comparison)
     assert len(store.comparisons()) == 2 and load("digits") in store.comparisons()
     (tmp_path / "comparisons" / "x.json").write_text('{"time": "", "comparison": {"sedes": 1}}')
@@ -207,14 +207,13 @@ def contend(folder: str, count: int) -> None:
     store = Store(folder)
     tasks = [make_task(number, seconds=0.01) for number in range(count)]
     random.Random(os.getpid()).shuffle(tasks)
-    board = Board(tasks, store)
-    drain(board, tasks, lambda task: attend(task, store, lambda *_: None, quick), wait=True)
+    run(tasks, store, Here(quick), watch=lambda *_: None)
 
 
 @pytest.mark.parametrize("kills", [0, 25])
 def test_many_processes_on_one_store(tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes fight over the same tasks and some are killed at random: nothing is lost and nothing doubled."""
-    monkeypatch.setattr("linvit.comparison.engines.POLL", 0.02)
+    monkeypatch.setattr("linvit.comparison.scheduling.scheduler.POLL", 0.02)
     count = 150 + 10 * kills  # a kill hits nobody when all the work is done
     tasks = [make_task(number, seconds=0.01) for number in range(count)]
     workers = [fork.Process(target=contend, args=(str(tmp_path), count)) for _ in range(4)]
@@ -233,8 +232,8 @@ def test_many_processes_on_one_store(tmp_path: Path, kills: int, monkeypatch: py
         worker.join(60)
         assert worker.exitcode == 0
     store = Store(tmp_path)
-    assert sorted(result["key"] for result in store.results("run")) == sorted(task.key for task in tasks)
-    assert not store.notes and not store.results("failure")
+    assert sorted(result.key for result in store.runs()) == sorted(task.key for task in tasks)
+    assert not store.notes and not store.failures()
     begun = Counter(key for what, key, *_ in log(tmp_path) if what == "begin")
     assert set(begun) == {task.key for task in tasks}
     assert hits >= kills // 2 and sum(begun.values()) <= count + hits, "only what was killed is done again"
@@ -255,7 +254,7 @@ def overlaps(lines: list[list[str]]) -> None:
 def race(folder: str, number: int, barrier: Any, results: Any) -> None:
     store, task = Store(folder), make_task(number)
     barrier.wait()
-    results.put(store.write(task, make_result(task, writer=os.getpid())))
+    results.put(store.write(task, make_result(task, top1=float(os.getpid()))))
 
 
 def test_of_many_writers_one_wins(tmp_path: Path) -> None:
@@ -267,11 +266,3 @@ def test_of_many_writers_one_wins(tmp_path: Path) -> None:
     for worker in workers:
         worker.join()
     assert len(list((tmp_path / "runs").iterdir())) == 1
-
-
-def test_a_disk_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    assert place(tmp_path / "a.json", b"{}") and (tmp_path / "a.json").read_bytes() == b"{}"

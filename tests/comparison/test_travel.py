@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from linvit.comparison.spec import load
-from linvit.comparison.store import Store
+from linvit.comparison.description.spec import load
+from linvit.comparison.scheduling import travel
+from linvit.comparison.scheduling.store import Store
+from linvit.comparison.scheduling.travel import Archive, merge, open_store, pack, store_name
 from linvit.errors import LinvitError
 from tests.comparison.tasks import make_result, make_task
 
@@ -27,24 +30,24 @@ def test_pack_and_merge(tmp_path: Path) -> None:
     store, teacher, run, half = Store(tmp_path / "here"), make_task(1, "teacher"), make_task(2), make_task(3)
     for task in (teacher, run):
         store.write(task, make_result(task))
-    store.fail(half, "no luck")
+    store.add_failure(store.failure(half, "no luck"))
     store.ask(load("digits"))
     for folder in (store.teacher_folder(teacher.key), store.teacher_folder(half.key), store.work_folder(half.key)):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"x" * 100)
-    store.pack(tmp_path / "out" / "store.tar")
-    store.pack(tmp_path / "whole.tar.gz", work=True)
+    pack(store, tmp_path / "out" / "store.tar")
+    pack(store, tmp_path / "whole.tar.gz", work=True)
     light, whole = Store(tmp_path / "light"), Store(tmp_path / "whole")
-    added = light.merge(tmp_path / "out" / "store.tar")
+    added = merge(light, tmp_path / "out" / "store.tar")
     assert added == {
         **{"runs": 2, "speeds": 0, "failures": 1, "comparisons": 1, "repeats": 0},
         **{"teachers": 1, "work": 0},
     }
     assert not light.notes and light.finished(run) and light.comparisons() == store.comparisons()
     assert light.teacher_folder(teacher.key).exists() and not light.teacher_folder(half.key).exists()
-    assert whole.merge(tmp_path / "whole.tar.gz")["work"] == 1
+    assert merge(whole, tmp_path / "whole.tar.gz")["work"] == 1
     assert (whole.work_folder(half.key) / "model.safetensors").read_bytes() == b"x" * 100
-    assert not any(whole.merge(tmp_path / "here").values()), "nothing is new"
+    assert not any(merge(whole, tmp_path / "here").values()), "nothing is new"
     assert not list((tmp_path / "light").glob(".merging*"))
 
 
@@ -52,24 +55,74 @@ def test_work_under_way_here_is_not_touched(tmp_path: Path) -> None:
     task = make_task(1)
     here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
     (there.work_folder(task.key)).mkdir(parents=True)
-    there.fail(make_task(9), "so that it is a store")
+    there.add_failure(there.failure(make_task(9), "so that it is a store"))
     with here.claim(task) or pytest.fail("no claim"):
-        assert here.merge(tmp_path / "there")["work"] == 0
-    assert here.merge(tmp_path / "there", work=False)["work"] == 0
-    assert here.merge(tmp_path / "there")["work"] == 1
+        assert merge(here, tmp_path / "there")["work"] == 0
+    assert merge(here, tmp_path / "there")["work"] == 1
 
 
 def test_a_cut_archive_gives_what_it_has(tmp_path: Path) -> None:
     store = Store(tmp_path / "here")
     for number in range(30):
         store.write(make_task(number), make_result(make_task(number)))
-    store.pack(tmp_path / "store.tar")
+    pack(store, tmp_path / "store.tar")
     content = (tmp_path / "store.tar").read_bytes()
     (tmp_path / "cut.tar").write_bytes(content[: len(content) // 2])
     other = Store(tmp_path / "there")
-    added = other.merge(tmp_path / "cut.tar")
+    added = merge(other, tmp_path / "cut.tar")
     assert 5 < added["runs"] < 30 and "cannot be read to its end" in other.notes[0]
-    assert len(other.results("run")) == added["runs"]
+    assert len(other.runs()) == added["runs"]
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.xz"])
+def test_an_archive_is_read_where_it_is(tmp_path: Path, suffix: str) -> None:
+    store = Store(tmp_path / "here")
+    for task in (make_task(1), make_task(2, "teacher"), make_task(3, "speed")):
+        store.write(task, make_result(task))
+    store.add_failure(store.failure(make_task(4), "no luck"))
+    (tmp_path / "here" / "runs" / "notes.json").write_text("[1]")
+    path = tmp_path / f"here.{suffix}"
+    assert pack(store, path) == 5
+    found, folder = open_store(path), open_store(tmp_path / "here")
+    assert list(found.results()) == list(folder.results()) and len(list(found.results())) == 4
+    assert "runs/notes.json was left aside" in found.notes[0] and store_name(path) == store_name(tmp_path / "here")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"here", path.name}, "nothing is unpacked"
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.xz"])
+def test_the_same_files_make_the_same_archive(tmp_path: Path, suffix: str) -> None:
+    """Whenever, in whatever order and by whomever they were written."""
+    archives = []
+    for folder, numbers, moment in (("a", (1, 2), 1e9), ("b", (2, 1), 1.5e9)):
+        store = Store(tmp_path / folder / "store")
+        for number in numbers:
+            store.write(make_task(number), make_result(make_task(number)))
+            os.utime(store.path(make_task(number)), (moment, moment))
+        pack(store, tmp_path / folder / f"store.{suffix}")
+        archives.append((tmp_path / folder / f"store.{suffix}").read_bytes())
+    assert archives[0] == archives[1]
+
+
+def test_an_archive_that_swells_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path / "here")
+    store.write(make_task(1), make_result(make_task(1), command="x" * 5000))
+    pack(store, tmp_path / "here.tar.xz")
+    for limit in ("LARGEST", "MOST"):
+        with monkeypatch.context() as patch:
+            patch.setattr(travel, limit, 4000)
+            with pytest.raises(LinvitError, match="holds more than"):
+                list(Archive(tmp_path / "here.tar.xz").results())
+    assert len(list(Archive(tmp_path / "here.tar.xz").results())) == 1
+
+
+def test_what_is_no_archive(tmp_path: Path) -> None:
+    (tmp_path / "store.tar").write_bytes(b"")
+    (tmp_path / "store.tar.xz").write_text("hello")
+    for name in ("store.tar", "store.tar.xz"):
+        with pytest.raises(LinvitError, match="is no archive of a store"):
+            list(open_store(tmp_path / name).results())
+    with pytest.raises(LinvitError, match="no store"):
+        open_store(tmp_path / "nowhere.tar")
 
 
 def test_what_is_no_store(tmp_path: Path) -> None:
@@ -78,7 +131,7 @@ def test_what_is_no_store(tmp_path: Path) -> None:
     store = Store(tmp_path / "here")
     for path, message in (("nowhere", "no store at"), ("empty", "holds no store"), ("text", "holds no store")):
         with pytest.raises(LinvitError, match=message):
-            store.merge(tmp_path / path)
+            merge(store, tmp_path / path)
 
 
 def test_an_archive_cannot_write_elsewhere(tmp_path: Path) -> None:
@@ -86,7 +139,7 @@ def test_an_archive_cannot_write_elsewhere(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "bad.tar", "w") as archive:
         archive.add(tmp_path / "x", "../../escaped")
     with pytest.raises(LinvitError):
-        Store(tmp_path / "a" / "b").merge(tmp_path / "bad.tar")
+        merge(Store(tmp_path / "a" / "b"), tmp_path / "bad.tar")
     assert not list(tmp_path.rglob("escaped"))
 
 
@@ -101,7 +154,7 @@ def fill(folder: Path, made: list[tuple[int, int]]) -> Store:
         task = make_task(number)
         other = Store(folder.with_name(f"{folder.name}-{i}"))
         other.write(task, make_result(task, time=f"2026-01-0{version + 1}", version=version))
-        store.merge(other.folder)
+        merge(store, other.folder)
     return store
 
 
@@ -115,13 +168,13 @@ def test_merging_loses_nothing_in_any_order(
     one, two = Store(tmp / "one"), Store(tmp / "two")
     for store, order in ((one, (first, second)), (two, (second, first))):
         for other in order:
-            store.merge(other.folder)
+            merge(store, other.folder)
     assert contents(one.folder) == contents(two.folder)
     before = contents(one.folder)
-    assert not any(one.merge(second.folder).values()) and not any(one.merge(two.folder).values())
+    assert not any(merge(one, second.folder).values()) and not any(merge(one, two.folder).values())
     assert contents(one.folder) == before
     kept = [json.loads(content) for content in before.values()]
     assert {(r["key"], r["version"]) for r in kept} == {(make_task(n).key, v) for n, v in {*a, *b}}
     assert len(kept) == len({*a, *b}), "nothing doubled"
-    for result in one.results("run"):
-        assert result["version"] == min(v for n, v in {*a, *b} if make_task(n).key == result["key"])
+    for result in one.runs():
+        assert result.version == min(v for n, v in {*a, *b} if make_task(n).key == result.key)

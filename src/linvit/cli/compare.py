@@ -14,7 +14,7 @@ from linvit.cli.output import INTERRUPTED, Json, print_json
 from linvit.errors import LinvitError
 
 if TYPE_CHECKING:
-    from linvit.comparison.store import Store
+    from linvit.comparison.scheduling.store import Store
 
 
 def compare(
@@ -27,7 +27,7 @@ def compare(
     model_arg: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of the model, such as width=64.")
     ] = None,
-    candidates: Annotated[str, typer.Option(help="Mechanisms and plans, such as softmax,mixa:keep=2,all")] = "",
+    plan: Annotated[str, typer.Option(help="Plans and mechanisms, such as softmax,mixa:keep=2,all")] = "",
     data: Annotated[str, typer.Option(help="As for train: digits, an image folder, a .tar, a named set.")] = "",
     root: Annotated[str, typer.Option(metavar="DIR", help="Where a named set lies.")] = "",
     recipe: Annotated[
@@ -36,7 +36,7 @@ def compare(
     set_: Settings = None,
     seeds: Annotated[str, typer.Option(help="With commas, such as 0,1,2.")] = "",
     patch_sizes: Annotated[str, typer.Option(help="With commas, such as 4,8.")] = "",
-    sizes: Annotated[str, typer.Option(help="Image sizes to train at, with commas.")] = "",
+    size: Annotated[str, typer.Option(help="Image sizes to train at, with commas.")] = "",
     teacher: Annotated[
         str, typer.Option(metavar="MODEL_OR_DIR", help="For mode distil; without it one is trained first.")
     ] = "",
@@ -54,14 +54,15 @@ def compare(
         list[Path] | None, typer.Option(metavar="OTHER", help="First add another store, its folder or archive.")
     ] = None,
     pack: Annotated[
-        Path | None, typer.Option(metavar="FILE.tar", help="At the end, write STORE into one archive.")
+        Path | None, typer.Option(metavar="FILE.tar.xz", help="At the end, write STORE into one archive.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare mechanisms fairly: same architecture, recipe, data and seeds; only the attention changes.
 
-    Every run ends as a file in STORE. What was killed goes on, what is finished is never repeated, what fails is noted
-    and stops nothing. Several machines may work on one STORE, or each on its own, merged later.
+    Every run ends as a file in STORE, and the report as STORE/report.html. What was killed goes on, what is finished is
+    never repeated, what fails is noted and stops nothing. Several machines may work on one STORE, or each on its own,
+    merged later.
 
     \b
     Example: linvit compare digits -o runs/digits
@@ -70,22 +71,23 @@ def compare(
         print_preset(what, as_json)
         return
     changes = read_changes(
-        mode=mode, architecture=read_model(model, model_arg), candidates=candidates, data=data, root=root,
-        recipe=recipe, settings=set_, seeds=seeds, patch_sizes=patch_sizes, sizes=sizes, teacher=teacher,
+        mode=mode, architecture=read_model(model, model_arg), plans=plan, data=data, root=root,
+        recipe=recipe, settings=set_, seeds=seeds, patch_sizes=patch_sizes, size=size, teacher=teacher,
     )  # fmt: skip
-    from linvit.comparison.engines.choice import choose
-    from linvit.comparison.request import pick, read_request
-    from linvit.comparison.store import Store
+    from linvit.comparison.description.request import pick, read_request
+    from linvit.comparison.scheduling import travel
+    from linvit.comparison.scheduling.places.choice import choose
+    from linvit.comparison.scheduling.store import Store
 
     work = choose(engine, per_gpu=per_gpu, address=address, cpus=cpus)
     if output is None and (not dry_run or merge or pack):
         raise LinvitError("say where results go: linvit compare digits -o runs/digits")
     store = None if output is None else Store(output)
-    merged = [(other, store.merge(other)) for other in merge or ()] if store is not None else []
+    merged = [(other, travel.merge(store, other)) for other in merge or ()] if store is not None else []
     if store is not None and (merge or pack) and not (what or changes or dry_run):
         close(store, pack, merged, as_json)
         return
-    request = read_request(what, changes, store, guess=dry_run)
+    request = read_request(what, changes, store.comparisons() if store and not what else (), guess=dry_run)
     tasks = pick(request.tasks, only or [])
     if dry_run:
         from linvit.cli.compare_output import print_grid
@@ -109,7 +111,7 @@ def compare(
         raise typer.Exit(INTERRUPTED) from None
     finally:
         if pack is not None and first:
-            store.pack(pack, work=True)
+            travel.pack(store, pack, work=True)
     if first:
         print_summary(tasks, store, summary, as_json)
     if not summary.complete:
@@ -118,11 +120,11 @@ def compare(
 
 def read_changes(**given: Any) -> dict[str, Any]:
     """What the command line says of the comparison, as fields of one; a flag that is not given says nothing."""
-    from linvit.comparison.candidates import split_candidates
+    from linvit.conversion.plan import split_plans
 
-    for name in ("seeds", "patch_sizes", "sizes"):
+    for name in ("seeds", "patch_sizes", "size"):
         given[name] = tuple(numbers(given[name], least=0 if name == "seeds" else 1)) if given[name] else ()
-    given["candidates"] = tuple(split_candidates(given["candidates"]))
+    given["plans"] = tuple(split_plans(given["plans"]))
     given["settings"] = tuple(given["settings"] or ())
     return {name: value for name, value in given.items() if value}
 
@@ -134,7 +136,7 @@ def read_model(model: str, args: list[str] | None) -> dict[str, Any]:
 
 
 def print_preset(name: str, as_json: bool) -> None:
-    from linvit.comparison.spec import load, preset_text, presets
+    from linvit.comparison.description.spec import load, preset_text, presets
 
     if not name:
         names = presets()
@@ -147,7 +149,9 @@ def print_preset(name: str, as_json: bool) -> None:
 
 def close(store: Store, pack: Path | None, merged: list[tuple[Path, dict[str, int]]], as_json: bool) -> None:
     """Say what was merged, and pack."""
-    packed = store.pack(pack, work=True) if pack is not None else None
+    from linvit.comparison.scheduling import travel
+
+    packed = travel.pack(store, pack, work=True) if pack is not None else None
     if as_json:
         added = [{"store": str(other), "added": counts} for other, counts in merged]
         print_json({"store": str(store.folder), "merged": added, "packed": packed, "notes": store.notes})

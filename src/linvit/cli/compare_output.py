@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from linvit.cli.output import console, print_json, table
+from linvit.codec import to_plain
 
 if TYPE_CHECKING:
-    from linvit.comparison.engines import Summary, Watch
-    from linvit.comparison.estimate import Guess, Row
-    from linvit.comparison.grid import Task
-    from linvit.comparison.report.reading import Timing
-    from linvit.comparison.report.rows import Row as Result
-    from linvit.comparison.report.rows import Setting
-    from linvit.comparison.request import Request
-    from linvit.comparison.store import Store
+    from linvit.comparison.description.request import Request
+    from linvit.comparison.description.task import Task
+    from linvit.comparison.results import SpeedPoint
+    from linvit.comparison.scheduling.board import Summary
+    from linvit.comparison.scheduling.estimate import GridRow, Guess
+    from linvit.comparison.scheduling.scheduler import Watch
+    from linvit.comparison.scheduling.store import Store
+    from linvit.comparison.statistics.rows import CandidateRow, Setting
 
 PATIENCE = 10.0  # seconds between two lines of one run, where there is no terminal
 
@@ -27,7 +28,7 @@ def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_
     """The candidates, their runs and about how long they take."""
     import torch
 
-    from linvit.comparison.estimate import estimate
+    from linvit.comparison.scheduling.estimate import estimate
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     guess = estimate(tasks, store, request.data, device)
@@ -57,20 +58,24 @@ def print_left_out(request: Request, file: TextIO) -> None:
         print(f"left out: {other.candidate} at patch {other.patch}, size {other.size}: {other.reason}", file=file)
 
 
-def grid_cells(row: Row) -> list[str]:
-    name = f"{row.candidate} (teacher)" if row.kind == "teacher" else row.candidate
-    seeds = ",".join(dict.fromkeys(str(task.label["seed"]) for task in row.tasks))  # of several budgets once
-    size = [str(row.patch or "–"), str(row.size), seeds, f"{row.parameters / 1e6:.2f}", f"{row.macs / 1e6:,.0f}"]
+def grid_cells(row: GridRow) -> list[str]:
+    first, model = row.tasks[0], row.model
+    label = first.label
+    name = f"{label.candidate} (teacher)" if first.kind == "teacher" else label.candidate
+    seeds = ",".join(dict.fromkeys(str(task.label.seed) for task in row.tasks))  # of several budgets once
+    counts = [f"{model.parameters / 1e6:.2f}", f"{model.macs / 1e6:,.0f}", str(model.tokens or "–")]
     spent = "–" if row.seconds is None else duration(row.seconds)
-    return [name, *size, str(row.tokens or "–"), str(len(row.left)), spent]
+    return [name, str(label.patch or "–"), str(label.size), seeds, *counts, str(len(row.left)), spent]
 
 
 def grid_json(guess: Guess, timings: Sequence[tuple[Task, bool]], request: Request) -> dict[str, Any]:
     rows = [
         {
-            **{name: getattr(row, name) for name in ("kind", "candidate", "mode", "patch", "size")},
-            **{name: getattr(row, name) for name in ("parameters", "macs", "tokens", "seconds")},
-            "runs": [{"key": t.key, "seed": t.label["seed"], "finished": t not in row.left} for t in row.tasks],
+            "kind": row.tasks[0].kind,
+            **{name: getattr(row.tasks[0].label, name) for name in ("candidate", "mode", "patch", "size")},
+            **vars(row.model),
+            "seconds": row.seconds,
+            "runs": [{"key": t.key, "seed": t.label.seed, "finished": t not in row.left} for t in row.tasks],
         }
         for row in guess.rows
     ]
@@ -78,7 +83,7 @@ def grid_json(guess: Guess, timings: Sequence[tuple[Task, bool]], request: Reque
         "rows": rows,
         "runs": sum(len(row.tasks) for row in guess.rows),
         "left": sum(len(row.left) for row in guess.rows),
-        "timings": [{"key": t.key, "candidate": t.label["candidate"], "finished": f} for t, f in timings],
+        "timings": [{"key": t.key, "candidate": t.label.candidate, "finished": f} for t, f in timings],
         "seconds": guess.seconds,
         "estimated": guess.how,
         "left_out": [vars(row) for row in request.left_out],
@@ -159,36 +164,40 @@ def lines(tasks: Sequence[Task], store: Store) -> Watch:
 
 
 def ended(task: Task, record: dict[str, Any], store: Store) -> str:
+    from linvit.comparison.results import Run
+
     if record["kind"] != "done":
         return f"{name(task)}: {record['kind']}: {record.get('error') or record.get('text')}"
-    found = store.result(task) or {}
-    top1 = f"top-1 {found['accuracy']['top1']:.2f}" if "accuracy" in found else "timed"
-    return f"{name(task)}: {top1}, {duration(found.get('seconds', 0))}"
+    found = store.result(task)
+    top1 = f"top-1 {found.top1:.2f}" if isinstance(found, Run) else "timed"
+    return f"{name(task)}: {top1}, {duration(found.seconds if found else 0)}"
 
 
 def name(task: Task) -> str:
     label = task.label
-    patch = f" patch {label['patch']}" if label.get("patch") else ""
-    seed = f" seed {label['seed']}" if task.kind != "speed" else " speed"
-    return f"{label['candidate']}{' (teacher)' if task.kind == 'teacher' else ''}{patch} {label['size']} px{seed}"
+    patch = f" patch {label.patch}" if label.patch else ""
+    seed = f" seed {label.seed}" if task.kind != "speed" else " speed"
+    return f"{label.candidate}{' (teacher)' if task.kind == 'teacher' else ''}{patch} {label.size} px{seed}"
 
 
 def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json: bool) -> None:
     """What came of the tasks, and what they found."""
-    from linvit.comparison.report.reading import read
-    from linvit.comparison.report.rows import settings
+    from linvit.comparison import PAGE, report
 
     ended = {*summary.done, *summary.earlier}
     keys = list(dict.fromkeys(task.candidate_key for task in tasks))
-    found = settings(read([store.folder])) if ended or summary.failed else []
+    page = store.folder / PAGE
+    found = report(store.folder, page).settings if summary.anything else ()
     by_key = {task.key: task for task in tasks}
     failed = [
-        {"key": key, "label": by_key[key].label, "error": store.failures(key)[-1]["error"]} for key in summary.failed
+        {"key": key, "label": to_plain(by_key[key].label), "error": store.failures(key)[-1].error}
+        for key in summary.failed
     ]
     if as_json:
         rows = [row for setting in found for row in setting_json(setting, keys)]
         counts = {"done": summary.done, "earlier": summary.earlier, "missing": summary.missing}
-        print_json({"store": str(store.folder), **counts, "failed": failed, "rows": rows, "notes": store.notes})
+        where = {"store": str(store.folder), "report": str(page) if found else None}
+        print_json({**where, **counts, "failed": failed, "rows": rows, "notes": store.notes})
         return
     for setting in found:
         print_setting(setting, keys)
@@ -201,11 +210,11 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
         lacking += f", {len(summary.missing)} are missing" if summary.missing else ""
         print(f"{lacking}: linvit compare -o {store.folder} --retry tries them again.")
     files = f"{len(ended)} result file{'s' if len(ended) != 1 else ''}"
-    print(f"{files} in {store.folder}: linvit report {store.folder} makes a page of the store.")
+    print(f"{files} in {store.folder}. Report: {page if found else 'none yet'}")
 
 
 def print_setting(setting: Setting, keys: list[str]) -> None:
-    from linvit.comparison.report.answer import at_own_size, clock_of
+    from linvit.comparison.reporting.answer import at_own_size, clock_of
 
     rows = [row for row in setting.rows if row.first.candidate_key in keys]
     rows.sort(key=lambda row: keys.index(row.first.candidate_key))
@@ -219,24 +228,23 @@ def print_setting(setting: Setting, keys: list[str]) -> None:
     out.print(setting.title, style="bold")
     out.print(made)
     notes = ["± is the 95 % interval over seeds", "“to softmax” is paired over seeds and images"]
-    notes += [f"ms is one image of {rows[0].first.size} px on {clock.chip}"] if clock else []
+    notes += [f"ms is one image of {rows[0].label.size} px on {clock.chip}"] if clock else []
     out.print("; ".join(notes) + ".", style="italic")
 
 
-def result_cells(row: Result, timing: Timing | None) -> list[str]:
+def result_cells(row: CandidateRow, timing: SpeedPoint | None) -> list[str]:
     top1 = f"{row.top1.mean:.2f}" + (f" ±{half(row.top1.interval):.2f}" if row.top1.interval else "")
     delta = "–"
     if row.delta is not None:
         delta = f"{row.delta.mean:+.2f}" + (f" ±{half(row.delta.interval):.2f}" if row.delta.interval else "")
-    parameters, macs = row.mean("model", "parameters"), row.mean("model", "macs")
     latency = None if timing is None else timing.median
     return [
         row.name,
-        str(row.first.patch or "–"),
+        str(row.patch or "–"),
         top1,
         delta,
-        "–" if parameters is None else f"{parameters / 1e6:.2f}",
-        "–" if macs is None else f"{macs / 1e6:,.0f}",
+        f"{row.first.model.parameters / 1e6:.2f}",
+        f"{row.first.model.macs / 1e6:,.0f}",
         "–" if latency is None else f"{latency:.2f}",
     ]
 
@@ -246,23 +254,23 @@ def half(interval: tuple[float, float]) -> float:
 
 
 def setting_json(setting: Setting, keys: list[str]) -> list[dict[str, Any]]:
-    from linvit.comparison.report.answer import at_own_size, clock_of
+    from linvit.comparison.reporting.answer import at_own_size, clock_of
 
     clock = clock_of(setting.rows, many=False)
     return [row_json(row, at_own_size(row, clock)) for row in setting.rows if row.first.candidate_key in keys]
 
 
-def row_json(row: Result, timing: Timing | None) -> dict[str, Any]:
+def row_json(row: CandidateRow, timing: SpeedPoint | None) -> dict[str, Any]:
     return {
-        "candidate": row.first.candidate,
+        "candidate": row.label.candidate,
         "kind": "teacher" if row.is_teacher else "run",
-        **{name: getattr(row.first, name) for name in ("mode", "patch", "size")},
+        **{name: getattr(row.label, name) for name in ("mode", "patch", "size")},
         "seeds": row.seeds,
         "top1": row.top1.mean,
         "top1_interval": row.top1.interval,
         "difference": row.delta.mean if row.delta is not None else None,
         "difference_interval": row.delta.interval if row.delta is not None else None,
-        "parameters": row.mean("model", "parameters"),
-        "macs": row.mean("model", "macs"),
+        "parameters": row.first.model.parameters,
+        "macs": row.first.model.macs,
         "milliseconds": None if timing is None else timing.median,
     }

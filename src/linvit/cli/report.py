@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.cli.output import Json, print_json
+from linvit.codec import to_plain
 from linvit.errors import LinvitError
 
 if TYPE_CHECKING:
-    from linvit.comparison.report import Contents
+    from linvit.comparison.reporting import Contents
 
 DEFAULT = Path("report.html")
 
 
 def report(
-    stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="Folders that `linvit compare -o` wrote.")],
+    stores: Annotated[
+        list[Path],
+        typer.Argument(metavar="STORE...", help="Folders that `linvit compare -o` wrote, or archives of them."),
+    ],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="The page; report.html unless another form is asked for."),
@@ -36,7 +40,9 @@ def report(
     \b
     Example: linvit report runs/digits -o report.html --md results.md
     """
-    from linvit.comparison.report import gather, markdown, render, spreadsheet
+    from linvit.comparison import report as write_report
+    from linvit.comparison.reporting import markdown, spreadsheet
+    from linvit.files import write
 
     if [md, csv].count("-") + as_json > 1:
         raise LinvitError("only one of --md -, --csv - and --json can go to the terminal: give files for the others")
@@ -46,9 +52,7 @@ def report(
     for path in targets:
         if not path.parent.is_dir():
             raise LinvitError(f"no folder {path.parent} to put {path.name} in; make it first")
-    contents = gather(stores)
-    if output is not None:
-        write(output, render(contents))
+    contents = write_report(stores, output)
     for name, make in ((md, markdown), (csv, spreadsheet)):
         if name == "-":
             sys.stdout.write(make(contents))
@@ -61,10 +65,6 @@ def report(
         print(*(f"Report: {path}" for path in targets), sep="\n")
 
 
-def write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")
-
-
 def summary(contents: Contents) -> dict[str, Any]:
     """The rows and the answer, for machines."""
     return {
@@ -75,11 +75,11 @@ def summary(contents: Contents) -> dict[str, Any]:
                 "mode": setting.mode,
                 "rows": [
                     {
-                        "candidate": row.first.candidate,
+                        "candidate": row.label.candidate,
                         "teacher": row.is_teacher,
-                        "patch": row.first.patch,
-                        "size": row.first.size,
-                        "tokens": row.tokens,
+                        "patch": row.label.patch,
+                        "size": row.label.size,
+                        "tokens": row.first.model.tokens,
                         "seeds": row.seeds,
                         "top1": row.top1.mean,
                         "interval": row.interval,
@@ -92,6 +92,6 @@ def summary(contents: Contents) -> dict[str, Any]:
             }
             for setting in contents.settings
         ],
-        "failures": [{"key": f["key"], "label": f["label"], "error": f["error"]} for f in contents.results.failures],
+        "failures": [{"key": f.key, "label": to_plain(f.label), "error": f.error} for f in contents.results.failures],
         "notes": contents.results.notes,
     }

@@ -1,0 +1,173 @@
+"""What is compared: a small TOML file, a preset's name, or flags, read into one frozen value and checked.
+
+    mode = "scratch"                      # train every candidate, or "distil" from one softmax teacher
+    data = "digits"
+    plans = ["softmax", "stella", "mixa:keep=2"]
+    [architecture]
+    model = "fair"
+
+`docs/comparison.md` has every field. Nothing is built or opened here; `grid.expand` does that.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from linvit.codec import from_plain, to_plain
+from linvit.comparison.results import SPARSE
+from linvit.errors import LinvitError, unknown
+
+MODES = ("scratch", "distil")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+DEVICES = ("cpu", "cuda")
+# The two architectures of our own, with what can be set of them; any other model is timm's, with timm's arguments.
+OWN: dict[str, dict[str, Any]] = {
+    "fair": {"width": 96, "depths": (2, 2, 6, 2), "heads": (3, 6, 12, 24), "mlp_ratio": 4},
+    "vit": {"width": 192, "depth": 12, "heads": 3, "mlp_ratio": 4, "class_token": True},
+}
+PARTS = ("plans", "seeds", "patch_sizes", "size", "settings")  # what [[also]] may say
+EARLIER = {"candidates": "plans", "sizes": "size"}  # what fields were called when older stores were asked
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How candidates are timed. `size` is the ladder of image sizes: None for the trained size, twice and four times
+    that; empty for no timing at all."""
+
+    size: tuple[int, ...] | None = field(default=None, metadata=SPARSE)
+    batch: int = 64
+    devices: tuple[str, ...] = ()  # empty: every device present
+    precision: str = "auto"  # bf16 on CUDA, fp32 on the CPU
+    compile: bool = False
+    cuda_graph: bool = True  # on CUDA a pass is replayed, so that what Python takes to start it does not count
+
+    def __post_init__(self) -> None:
+        check_numbers("measure.size", self.size or ())
+        check_numbers("measure.batch", (self.batch,))
+        check_choice("precision", self.precision, PRECISIONS)
+        for device in self.devices:
+            check_choice("device", device, DEVICES)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A further part of the grid: what it names takes the place of the comparison's own, settings come on top."""
+
+    plans: tuple[str, ...] | None = field(default=None, metadata=SPARSE)
+    seeds: tuple[int, ...] | None = field(default=None, metadata=SPARSE)
+    patch_sizes: tuple[int, ...] | None = field(default=None, metadata=SPARSE)
+    size: tuple[int, ...] | None = field(default=None, metadata=SPARSE)
+    settings: tuple[str, ...] = field(default=(), metadata=SPARSE)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Same architecture, recipe, data and seeds for every candidate."""
+
+    plans: tuple[str, ...] = ("softmax", "all")
+    mode: str = "scratch"
+    architecture: dict[str, Any] = field(default_factory=lambda: {"model": "fair"})
+    data: str = "digits"
+    root: str = ""  # where a named set lies
+    recipe: str = ""  # empty: deit from scratch, fast when distilling
+    settings: tuple[str, ...] = ()  # field=value, as `linvit train --set`
+    seeds: tuple[int, ...] = (0,)
+    patch_sizes: tuple[int, ...] = ()  # empty: the architecture's own
+    size: tuple[int, ...] = ()  # of the images; empty: the architecture's own
+    teacher: str = ""  # distil: a folder linvit saved, or a timm model; empty: one is trained first
+    teacher_recipe: str = "deit"  # of the teacher that is trained first
+    teacher_settings: tuple[str, ...] = ()
+    measure: Measure = field(default_factory=Measure)
+    also: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES)
+        if not isinstance(self.architecture.get("model"), str):
+            raise LinvitError('the architecture needs a model: "fair", "vit" or the name of a timm model')
+        own = OWN.get(self.architecture["model"])
+        for key in self.architecture.keys() - {"model"} if own else ():
+            if key not in cast(dict[str, Any], own):
+                raise unknown(f"setting of architecture {self.architecture['model']}", key, cast(dict[str, Any], own))
+        if self.teacher and self.mode != "distil":
+            raise LinvitError('a teacher is for mode = "distil" (--mode distil)')
+        for part in self.parts():
+            if not part.plans:
+                raise LinvitError("the comparison names no plans: give plans, mechanisms, or all")
+            check_numbers("seeds", part.seeds, least=0)
+            check_numbers("patch_sizes", part.patch_sizes)
+            check_numbers("size", part.size)
+            if not part.seeds:
+                raise LinvitError("the comparison has no seeds: give at least one, such as 0")
+
+    @property
+    def recipe_name(self) -> str:
+        return self.recipe or ("fast" if self.mode == "distil" else "deit")
+
+    def parts(self) -> list[Comparison]:
+        """The grid's parts as comparisons of their own, the main one first."""
+        found = [replace(self, also=())] if self.also else [self]
+        for part in self.also:
+            given = {name: getattr(part, name) for name in PARTS if name != "settings"}
+            chosen = {name: value for name, value in given.items() if value is not None}
+            found.append(replace(self, also=(), settings=(*self.settings, *part.settings), **chosen))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `from_dict` reads it back."""
+        return cast(dict[str, Any], to_plain(self))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Comparison:
+        return from_plain(cls, data, "comparison")
+
+
+def renamed(data: Any) -> Any:
+    """A comparison as an older store holds it, with the fields' names of today."""
+    if isinstance(data, Mapping):
+        return {EARLIER.get(k, k): renamed(v) if k in ("measure", "also") else v for k, v in data.items()}
+    return [renamed(item) for item in data] if isinstance(data, list) else data
+
+
+def check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise unknown(what, value, known)
+
+
+def check_numbers(name: str, values: tuple[int, ...], least: int = 1) -> None:
+    if any(value < least for value in values):
+        raise LinvitError(f"{name} must be at least {least}, got {min(values)}")
+
+
+def presets() -> list[str]:
+    """The names of the comparisons that come with linvit."""
+    folder = resources.files(__package__) / "presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def preset_text(name: str) -> str:
+    """A preset's file, to copy and change."""
+    if name not in presets():
+        raise unknown("preset", name, presets())
+    return (resources.files(__package__) / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def load(source: str | Path) -> Comparison:
+    """The comparison in a TOML file, or the preset of this name."""
+    path = Path(source)
+    if path.suffix == ".toml" or path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LinvitError(f"cannot read {path}: {error}") from None
+    else:
+        text = preset_text(str(source))
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise LinvitError(f"{source} is no TOML file: {error}") from None
+    return Comparison.from_dict(data)

@@ -1,0 +1,159 @@
+"""The report as Markdown, for a page of documentation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from linvit.comparison.reporting.answer import at_own_size, clock_of, clocks, main_rows
+from linvit.comparison.reporting.caveats import caveats, hardware, inferred, method
+from linvit.comparison.reporting.contents import Contents
+from linvit.comparison.reporting.published import PaperClaim, Ranking, claims, rankings
+from linvit.comparison.reporting.wording import count, interval, listing, megabytes, minus, multiple, short, three
+from linvit.comparison.results import SpeedPoint
+from linvit.comparison.statistics.estimates import pareto_front
+from linvit.comparison.statistics.rows import CandidateRow, Ladder, Setting
+
+WORDS = ("", "task", "error", "paper", "theirs", "against")  # columns of words, not of numbers
+
+
+def markdown(contents: Contents) -> str:
+    """The whole report as text."""
+    blocks = [" ".join(map(plain, contents.answer.sentences))]
+    for setting in contents.settings:
+        blocks.append(f"## {plain(setting.title)}")
+        for rows in places(setting):
+            blocks += place(setting, rows)
+        blocks += [ranking(found) for found in rankings(setting)]
+        claimed = claims(main_rows(setting))
+        blocks += [claims_table(claimed)] if claimed else []
+    blocks += ["## How it was measured", bullets(method(contents.settings))]
+    blocks += ["Caveats:", bullets(caveats(contents.results, contents.settings))]
+    ours = inferred(sorted({run.label.mechanism for run in contents.results.runs}))
+    blocks += ["Inferred, where a paper is silent:", bullets(f"{name}: {text}" for name, text in ours)] if ours else []
+    made = ((name, ", ".join(values)) for name, values in hardware(contents.results).items())
+    blocks.append(table(["made with", ""], made))
+    if contents.results.failures:
+        failed = ((f.label.candidate, f.key, f.error) for f in contents.results.failures)
+        blocks += ["## What failed", table(["candidate", "task", "error"], failed)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def places(setting: Setting) -> list[list[CandidateRow]]:
+    """The rows that are compared with each other, the finest patches first, the most accurate first."""
+    found: dict[tuple[int, int], list[CandidateRow]] = {}
+    for row in setting.rows:
+        found.setdefault((row.patch, row.label.size), []).append(row)
+    return [sorted(found[key], key=lambda row: -row.top1.mean) for key in sorted(found)]
+
+
+def place(setting: Setting, rows: Sequence[CandidateRow]) -> list[str]:
+    first = rows[0]
+    patch = f"Patches of {first.patch}, " if first.patch else ""
+    blocks = [
+        f"### {patch}{first.label.size} pixels, {count(first.first.model.tokens)} tokens",
+        results(setting, rows),
+        front(rows),
+    ]
+    for clock in clocks(rows):
+        batch = f"batches of {clock.points[0].batch}" if clock.many else "one image at a time"
+        blocks += [f"Times softmax's speed on {plain(clock.chip)}, {batch}:", speeds(rows, clock)]
+    return blocks
+
+
+def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
+    distil = setting.mode == "distil"
+    heads = ["candidate", "top-1, %", "Δ softmax, points", *(["zero-shot, %", "agrees, %", "KL"] if distil else [])]
+    heads += ["seeds", "parameters", "MACs", "latency, ms", "images/s", "memory"]
+    single, batch = (clock_of(rows, many=many) for many in (False, True))
+    lines = []
+    for row in rows:
+        ends, delta = row.interval, row.delta
+        spread = f" ± {(ends[1] - ends[0]) / 2:.2f}" if ends else ""
+        cells = [row.name, f"{row.top1.mean:.2f}{spread}"]
+        cells.append(f"{minus(f'{delta.mean:+.2f}')} {interval(delta.interval)}".strip() if delta else "–")
+        if distil:
+            found = row.conversion
+            cells += [three(x) for x in ((found.zero_shot, found.agreement, found.kl) if found else [None] * 3)]
+        one, many = at_own_size(row, single), at_own_size(row, batch)
+        cells += [str(len(row.runs)), short(row.first.model.parameters), short(row.first.model.macs)]
+        cells.append(three(one.median if one else None))
+        cells += [count(many.images_per_second), megabytes(many.peak_bytes)] if many else ["–", "–"]
+        lines.append(cells)
+    chips = dict.fromkeys(clock.chip for clock in (single, batch) if clock)
+    timed = f"\n\nLatency, images per second and memory: {plain(listing(list(chips)))}." if chips else ""
+    return table(heads, lines) + timed
+
+
+def front(rows: Sequence[CandidateRow]) -> str:
+    """Which candidates nobody beats in accuracy and throughput both."""
+    clock = clock_of(rows, many=True)
+    timings = [(row, at_own_size(row, clock)) for row in rows]
+    timed = [(row, 1 / t.images_per_second) for row, t in timings if t is not None and t.images_per_second]
+    if len(timed) < 2:
+        return ""
+    best = pareto_front([cost for _, cost in timed], [row.top1.mean for row, _ in timed])
+    return f"Nothing here is both faster and more accurate than {plain(listing([timed[i][0].name for i in best]))}."
+
+
+def speeds(rows: Sequence[CandidateRow], clock: Ladder) -> str:
+    tokens = sorted({t.tokens for row in rows for s in row.ladders if s.same_clock(clock) for t in s.points})
+    lines = []
+    for row in rows:
+        found = next((s for s in row.ladders if s.same_clock(clock)), None)
+        if found is None or row.is_teacher:
+            continue
+        at = {t.tokens: t for t in found.points}
+        cells = [told(at.get(n)) for n in tokens]
+        fit = found.time
+        ends = minus(f" [{fit.interval[0]:.2f}, {fit.interval[1]:.2f}]") if fit and fit.interval else ""
+        lines.append([row.name, *cells, f"{minus(f'{fit.exponent:.2f}')}{ends}" if fit else "–"])
+    return table(["candidate", *(f"{count(n)} tokens" for n in tokens), "exponent of time"], lines)
+
+
+def told(timing: SpeedPoint | None) -> str:
+    if timing is None:
+        return "–"
+    if timing.median is None:
+        return timing.note or "–"
+    return multiple(timing.ratio) if timing.ratio is not None else f"{three(timing.median)} ms"
+
+
+def ranking(found: Ranking) -> str:
+    title = f"The Fair Comparison's order ({found.section.lower()}, theirs) beside ours (patches of {found.patch})."
+    lines = (
+        [p.row.name, p.label, p.theirs.accuracy, str(p.their_rank), f"{p.row.top1.mean:.2f}", str(p.our_rank)]
+        for p in sorted(found.places, key=lambda place: place.their_rank)
+    )
+    heads = ["candidate", "theirs", "their top-1", "rank", "our top-1", "rank"]
+    return f"{title} {plain(found.verdict())}\n\n{table(heads, lines)}"
+
+
+def claims_table(claimed: Sequence[PaperClaim]) -> str:
+    lines = [
+        [
+            claim.ours.name,
+            f"{claim.paper}, {claim.model}",
+            minus(f"{claim.theirs:+.2g}"),
+            claim.against,
+            f"{minus(f'{claim.difference:+.2f}')} {interval(claim.interval)}",
+        ]
+        for claim in claimed
+    ]
+    return table(["candidate", "paper", "their change in top-1", "against", "ours"], lines)
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rule = "|".join("---" if i == 0 or head in WORDS else "---:" for i, head in enumerate(heads))
+    body = [f"| {' | '.join(map(plain, line))} |" for line in lines]
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{rule}|", *body])
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {plain(line)}" for line in lines)
+
+
+def plain(text: str) -> str:
+    """Text from a file that Markdown, and the HTML in it, reads as text."""
+    text = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\|*`\[\]])", r"\\\1", text)

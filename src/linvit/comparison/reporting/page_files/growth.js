@@ -1,0 +1,95 @@
+// Time and memory over tokens, both axes logarithmic, with the fitted exponent at the end of each line.
+const growth = { way: "inference many" };
+const WAYS = {
+  "inference many": "Inference, a batch",
+  "inference one": "Inference, one image",
+  "training many": "A training step, a batch",
+  "training one": "A training step, one image",
+};
+const QUANTITIES = {
+  time: {
+    title: "milliseconds an image",
+    of: (t) => (known(t.median) ? t.median / t.batch : null),
+    ends: (t) => (known(t.low) && known(t.high) ? [t.low / t.batch, t.high / t.batch] : null),
+    none: "No time was measured for this choice.",
+  },
+  memory: {
+    title: "MiB an image",
+    of: (t) => (known(t.peak_bytes) ? t.peak_bytes / t.batch / 2 ** 20 : null),
+    ends: () => null,
+    none: "Memory was not measured on this device.",
+  },
+};
+function ladderAlong(row, way = growth.way) {
+  const [what, many] = way.split(" ");
+  return ladderOf(row, what, many === "many");
+}
+function growthChoices() {
+  const several = (row, way) => ladderAlong(row, way)?.points.length > 1;
+  const there = Object.keys(WAYS).filter((way) => rowsNow().some((row) => several(row, way)));
+  if (!there.includes(growth.way)) growth.way = there[0] || growth.way;
+  const choose = (way) => {
+    growth.way = way;
+    drawGrowth();
+  };
+  const options = there.map((way) => [way, WAYS[way]]);
+  byId("growth-choices").replaceChildren(choice("Pass", options, growth.way, choose, "growth-way"));
+}
+function drawGrowth() {
+  for (const quantity of Object.keys(QUANTITIES)) drawQuantity(byId(quantity), quantity);
+}
+// Lines of one patch size, the finest that is shown, and what could not be measured.
+function growthLines(name) {
+  const timed = rowsNow().filter((row) => row.ladders.length);
+  const patch = Math.min(...timed.map((row) => row.patch)), lines = [], lost = {};
+  for (const row of rowsShown().filter((row) => row.patch === patch && !row.teacher)) {
+    const ladder = ladderAlong(row), timings = ladder ? ladder.points : [];
+    const points = timings.map((t) => ({ x: t.tokens, y: QUANTITIES[name].of(t), t })).filter(({ y }) => y > 0);
+    for (const t of timings.filter(({ note }) => note)) {
+      (lost[`${reason(t.note)} at ${whole(t.tokens)} tokens`] ||= []).push(row.name);
+    }
+    if (points.length) lines.push({ row, points, fit: ladder[name] });
+  }
+  return { patch, lines, lost };
+}
+const reason = (note) => (note.startsWith("left out") ? "too slow to be timed" : note);
+function drawQuantity(holder, name) {
+  const kind = QUANTITIES[name], { patch, lines, lost } = growthLines(name);
+  byId(`${name}-caption`).textContent = "";
+  if (!lines.length) return nothing(holder, kind.none);
+  const all = lines.flatMap((line) => line.points), tokens = [...new Set(all.map((p) => p.x))].sort((a, b) => a - b);
+  const write = ({ name, fit }) => `${name}${fit ? `  ${minus(fit.exponent.toFixed(2))}` : ""}`;
+  const room = 20 + Math.max(...lines.map(({ row, fit }) => widthOf(write({ name: shortName(row), fit }))));
+  const height = Math.max(heightFor(holder, 0.72, 340, 460), 80 + 13 * lines.length);
+  const x = { values: tokens, log: true, title: "tokens", write: whole, ticks: tokens };
+  const y = { values: all.map((p) => p.y), log: true, title: kind.title, write: three };
+  const at = frame(holder, height, x, y, room), items = [], ends = [];
+  for (const { row, points, fit } of lines) {
+    const group = itemGroup(row.candidate), places = points.map((p) => [at.X(p.x), at.Y(p.y)]);
+    const line = { class: "line", points: places.join(" "), style: { stroke: hueOf(row.candidate) } };
+    const nodes = places.map(([px, py]) => point(row.candidate, px, py, 4));
+    group.append(svg("polyline", line), ...nodes);
+    at.root.append(group);
+    const tell = (p) => () => tellTiming(row, p, kind, fit);
+    nodes.forEach((node, i) => items.push({ node, candidate: row.candidate, tell: tell(points[i]) }));
+    const [px, py] = places.at(-1);
+    ends.push({ x: px, y: py, group, candidate: row.candidate, name: shortName(row), fit });
+  }
+  endLabels(at, ends, write);
+  interactive(at, items);
+  const sentence = ([why, names]) => `${why[0].toUpperCase()}${why.slice(1)}: ${names.join(", ")}.`;
+  byId(`${name}-caption`).textContent = [
+    `${WAYS[growth.way]} on ${D.chips[state.chip]}, patches of ${patch} pixels.`,
+    "Beside each name the exponent fitted to the upper half of the ladder: 1 is linear in the tokens, 2 quadratic.",
+    ...Object.entries(lost).map(sentence),
+  ].join(" ");
+}
+function tellTiming(row, { x, y, t }, kind, fit) {
+  const lines = [row.name, ["tokens", `${whole(x)} (${t.size} px, batch ${t.batch})`]];
+  lines.push([kind.title, `${three(y)} ${range(kind.ends(t), three)}`]);
+  if (known(t.ratio)) lines.push(["softmax's speed", `${three(t.ratio)}×`]);
+  if (fit) lines.push(["exponent", `${exponent(fit)}, ${fit.points} points`]);
+  return [...lines, ["precision", t.how]];
+}
+const exponent = (fit) => `${minus(fit.exponent.toFixed(2))} ${range(fit.interval, (end) => minus(end.toFixed(2)))}`;
+listeners.push(growthChoices, drawGrowth);

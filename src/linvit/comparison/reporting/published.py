@@ -1,0 +1,192 @@
+"""The papers' own numbers beside ours, where both speak of the same thing.
+
+Two things are comparable between a paper's ImageNet and our data: how a mechanism changes the accuracy of the model it
+replaces softmax in (a difference, not a level), and in which order the mechanisms of the Fair Comparison come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from linvit.comparison.reporting.wording import listing, minus
+from linvit.comparison.statistics.estimates import Ranks, kendall
+from linvit.comparison.statistics.rows import CandidateRow, Setting, paired
+from linvit.measurement.published import TABLES, Printed
+from linvit.measurement.published.castling import BY_MOBILE  # another paper's number: not Castling's own claim
+
+# The mechanism, and whether with LPI, that a row of the Fair Comparison speaks of.
+FAIR = {
+    "SA": ("softmax", False),
+    "LA": ("linformer", False),
+    "EA": ("efficient", False),
+    "PA": ("performer", False),
+    "AA": ("fastformer", False),
+    "XCA": ("xca", False),
+    "Swin": ("window", False),
+    "LPI": ("xca", True),
+}
+MIXA_NOTE = "22 % faster on an Apple M1; the loss is printed as ~0.1 %."
+MIXA = ("MixA", "mixa", "DeiT-T, abstract", "softmax", -0.1, MIXA_NOTE)
+FAMILIES = {"mobile": "Mobi-", "castling": "Castling-"}
+
+
+@dataclass(frozen=True)
+class PaperClaim:
+    """A paper's difference in top-1 on ImageNet, and ours to the same baseline on our data."""
+
+    paper: str
+    mechanism: str
+    model: str
+    against: str
+    theirs: float
+    ours: CandidateRow
+    difference: float  # ours, in points
+    interval: tuple[float, float] | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class RankedPair:
+    """A mechanism in the Fair Comparison's table and in ours."""
+
+    label: str
+    theirs: Printed
+    row: CandidateRow
+    their_rank: int
+    our_rank: int
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The Fair Comparison's order at one patch size beside ours."""
+
+    section: str
+    patch: int  # ours
+    places: tuple[RankedPair, ...]
+    ranks: Ranks | None
+    by_seed: tuple[float, ...]  # tau of each seed on its own
+    agreeing: int  # pairs that our runs tell apart, in their order
+    contrary: tuple[tuple[str, str], ...]  # pairs that our runs tell apart, against their order; our better one first
+
+    def verdict(self) -> str:
+        """Whether the orders agree, and how sure that is."""
+        if self.ranks is None:
+            return "Too few mechanisms are shared to compare the order."
+        text = f"Kendall's τ = {minus(f'{self.ranks.tau:.2f}')} over {self.ranks.count} mechanisms"
+        text += f" (p = {self.ranks.p_value:.2g}"
+        if len(self.by_seed) > 1:
+            ends = dict.fromkeys(minus(f"{tau:.2f}") for tau in (min(self.by_seed), max(self.by_seed)))
+            text += f"; seed by seed {' to '.join(ends)}"
+        pairs = len(self.places) * (len(self.places) - 1) // 2
+        text += (
+            f"). Of {pairs} pairs our runs tell {self.agreeing + len(self.contrary)} apart, each by its own paired 95 %"
+        )
+        text += f" interval: {self.agreeing} in the paper's order, {len(self.contrary)} against it"
+        against = listing([f"{better} over {worse}" for better, worse in self.contrary])
+        return f"{text} ({against})." if against else f"{text}."
+
+
+def claims(rows: Sequence[CandidateRow]) -> list[PaperClaim]:
+    """What the papers say a mechanism changes, for those that are among the rows."""
+    found = [claim(*MIXA, rows)] if any(row.label.mechanism == "mixa" for row in rows) else []
+    for table, prefix in FAMILIES.items():
+        printed = TABLES[table].sections[0].rows
+        for base, row in pairwise(printed):
+            if row.label.startswith(prefix) and number(base) and number(row) and row.note != BY_MOBILE:
+                change = round((number(row) or 0) - (number(base) or 0), 2)
+                found.append(claim(TABLES[table].title, table, base.label, "softmax", change, row.note, rows))
+    printed = TABLES["qtvit"].sections[0].rows
+    for row, base in zip(printed[:6], printed[6:12], strict=True):
+        change = round((number(row) or 0) - (number(base) or 0), 2)
+        found.append(claim(TABLES["qtvit"].title, "qt", base.label, "relu_linear", change, row.note, rows))
+    return [made for made in found if made is not None]
+
+
+def claim(
+    paper: str, mechanism: str, model: str, against: str, theirs: float, note: str, rows: Sequence[CandidateRow]
+) -> PaperClaim | None:
+    """None where we have not got both the mechanism and what it is compared with."""
+    ours = nearest(mechanism, rows)
+    base = next((row for row in rows if row.label.candidate == against), None)
+    if ours is None or base is None:
+        return None
+    found = paired(ours, base)
+    mean = ours.top1.mean - base.top1.mean if found is None else found.mean
+    return PaperClaim(paper, mechanism, model, against, theirs, ours, mean, found.interval if found else None, note)
+
+
+def nearest(mechanism: str, rows: Sequence[CandidateRow]) -> CandidateRow | None:
+    """The candidate that is most like the paper's, whatever it scored: MixA keeps layers that an analysis names; else
+    the one with the most seeds, and with the fewest options of its own."""
+    fitting = [row for row in rows if row.label.mechanism == mechanism]
+
+    def likeness(row: CandidateRow) -> tuple[bool, int, int, str]:
+        name = row.label.candidate
+        return "layers=measured" in name, len(row.runs), -len(name), name
+
+    return max(fitting, key=likeness, default=None)
+
+
+def rankings(setting: Setting) -> list[Ranking]:
+    """The Fair Comparison's tables beside our rows of each place; its finer patches beside our finest."""
+    places: dict[tuple[int, int, str], list[CandidateRow]] = {}
+    for row in setting.rows:
+        if not row.is_teacher:
+            places.setdefault(row.place, []).append(row)
+    ordered = sorted(places.values(), key=lambda rows: (rows[0].patch, -rows[0].label.size))
+    made = []
+    for index, rows in enumerate(ordered):
+        section = TABLES["fair"].sections[min(index, 1)]
+        pairs = [(printed, found) for printed in section.rows if (found := same(printed, rows)) is not None]
+        if len(pairs) < 3:
+            continue
+        made.append(rank_pairs(section.title, pairs))
+    return made
+
+
+def rank_pairs(section: str, pairs: Sequence[tuple[Printed, CandidateRow]]) -> Ranking:
+    theirs, ours = [number(printed) or 0.0 for printed, _ in pairs], [row.top1.mean for _, row in pairs]
+    places = [
+        RankedPair(printed.label, printed, row, rank(theirs, i), rank(ours, i))
+        for i, (printed, row) in enumerate(pairs)
+    ]
+    seeds = set.intersection(*(set(row.seeds) for _, row in pairs))
+    alone = [kendall(theirs, [row.at(seed) for _, row in pairs]) for seed in sorted(seeds)]
+    agreeing, contrary = 0, []
+    for a, b in combinations(places, 2):
+        found = paired(a.row, b.row)
+        if found is None or not found.clear or a.their_rank == b.their_rank:
+            continue
+        if (found.mean > 0) == (a.their_rank < b.their_rank):
+            agreeing += 1
+        else:
+            contrary.append((a.row.name, b.row.name) if found.mean > 0 else (b.row.name, a.row.name))
+    return Ranking(
+        section,
+        pairs[0][1].patch,
+        tuple(places),
+        kendall(theirs, ours),
+        tuple(ranks.tau for ranks in alone if ranks is not None),
+        agreeing,
+        tuple(contrary),
+    )
+
+
+def same(printed: Printed, rows: Sequence[CandidateRow]) -> CandidateRow | None:
+    """Our row of the mechanism that a row of the Fair Comparison speaks of; its own variant before another."""
+    wanted = FAIR[printed.label.rpartition("-")[0]]
+    fitting = [row for row in rows if (row.label.mechanism, "lpi=true" in row.label.candidate) == wanted]
+    return max(fitting, key=lambda row: "variant=fair" in row.label.candidate, default=None)
+
+
+def rank(values: Sequence[float], index: int) -> int:
+    return 1 + sum(value > values[index] for value in values)
+
+
+def number(printed: Printed) -> float | None:
+    try:
+        return float(printed.accuracy)
+    except ValueError:
+        return None

@@ -1,0 +1,347 @@
+"""The result files' one schema: a run (or teacher), a speed, a failure, as typed values that the codec reads and
+writes.
+
+Who makes a result fills these in, the store keeps them as JSON, statistics and report read them. A field that came
+later has a default, so that older files still read; fields that a file has and this version does not know are passed
+over.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+
+from linvit.codec import from_plain
+from linvit.errors import LinvitError
+
+VERSION = 1  # of the result files
+KEY = re.compile(r"[0-9a-f]{16}")
+SPARSE = {"sparse": True}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan or a mechanism by its name, with its options; a plan that was a file comes along whole."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] | None = field(default=None, metadata=SPARSE)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the quadratic layers of MixA are to be measured: `mixa:keep=6,layers=measured`."""
+        return self.name == "mixa" and self.options.get("layers") == "measured"
+
+
+SOFTMAX = Candidate("softmax")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """What a candidate is as a model: the part of an identity that runs and speeds share."""
+
+    architecture: dict[str, Any]
+    classes: int
+    candidate: Candidate
+    patch_size: int | None
+    size: int
+
+
+@dataclass(frozen=True)
+class Named:
+    """What lies somewhere, by its name and what tells it from others of that name."""
+
+    name: str
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class DataSet(Named):
+    """The images that are learnt."""
+
+
+@dataclass(frozen=True)
+class TrainedTeacher:
+    """A teacher that was trained as part of the comparison."""
+
+    key: str
+    identity: TrainingIdentity
+
+
+@dataclass(frozen=True)
+class GivenTeacher(Named):
+    """A teacher from elsewhere: a folder that linvit saved, or a timm model, which has no digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingIdentity(Structure):
+    """All that determines the result of a run or of a teacher."""
+
+    kind: str
+    mode: str
+    data: DataSet
+    config: dict[str, Any]
+    seed: int
+    teacher: TrainedTeacher | GivenTeacher | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedIdentity(Structure):
+    """All that determines what is timed."""
+
+    kind: str = "speed"
+    ladder: tuple[int, ...]
+    batch: int
+    precision: str
+    compile: bool
+    cuda_graph: bool | None = field(default=None, metadata=SPARSE)  # None: from before there were any
+    devices: tuple[str, ...]
+
+
+Identity = TrainingIdentity | SpeedIdentity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """What people call a candidate, and where it stands in the grid."""
+
+    candidate: str
+    mechanism: str
+    paper: str = ""
+    patch: int | None
+    size: int
+    seed: int | None = field(default=None, metadata=SPARSE)  # None: a speed, which has none
+    mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where and with what a result was made, as `measurement.record.environment` tells it."""
+
+    hardware: str
+    cpu: str | None = None
+    threads: int | None = None
+    python: str | None = None
+    torch: str | None = None
+    triton: str | None = None
+    cuda: str | None = None
+    timm: str | None = None
+    linvit: str | None = None
+    commit: str | None = None
+    source: str | None = None
+    command: str | None = None
+    time: str
+    packages: dict[str, str] | None = field(default=None, metadata=SPARSE)
+
+
+@dataclass(frozen=True)
+class DataFacts(DataSet):
+    train: int | None
+    validation: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Parameters, MACs of one image, and the tokens it is cut into."""
+
+    parameters: int
+    macs: int
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class EpochAccuracy:
+    epoch: float
+    top1: float
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What the last weights get right, in percent, and how it came about; epoch 0 is before any training."""
+
+    epochs: tuple[EpochAccuracy, ...]
+    top1: float
+    top5: float | None
+    best: float
+    standard_error: float | None
+    loss: float | None
+    correct: str  # a bit for each validation image, in base64
+
+
+@dataclass(frozen=True)
+class Training:
+    seconds: float
+    images_per_second: float | None
+    peak_bytes: int | None
+    device: str
+    shared: int  # runs that had the device at that time
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far the answers move in half precision; None where the device cannot do it."""
+
+    dtype: str
+    relative_rms: float | None
+    agreement: float | None
+    finite: bool | None
+    note: str | None = field(default=None, metadata=SPARSE)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What the conversion did, and how near the candidate came to its teacher."""
+
+    zero_shot: float
+    teacher_top1: float
+    agreement: float | None
+    kl: float | None
+    report: str | None
+    layers: tuple[int, ...] | None = field(default=None, metadata=SPARSE)  # the quadratic ones, where measured
+
+
+@dataclass(frozen=True)
+class Milliseconds:
+    """Of a pass over a batch."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedPoint:
+    """One pass at one size, timed; without times, `note` says why."""
+
+    device: str  # cpu or cuda
+    size: int
+    tokens: int
+    batch: int
+    what: str = field(default="inference", metadata={"key": "pass"})  # or training
+    precision: str = ""
+    compiled: bool = False
+    cuda_graph: bool = False
+    milliseconds: Milliseconds | None = None
+    images_per_second: float | None = None
+    peak_bytes: int | None = None
+    ratio: float | None = None  # softmax's time over this one, measured by turns
+    note: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        return self.milliseconds.median if self.milliseconds else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What every result file begins with."""
+
+    kind: str
+    version: int = VERSION
+    key: str
+    candidate_key: str  # joins runs with speeds
+    label: Label
+    identity: Identity
+    command: str | None = None
+    environment: Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Result):
+    """A trained candidate, or a teacher."""
+
+    identity: TrainingIdentity
+    data: DataFacts
+    model: ModelFacts
+    accuracy: Accuracy
+    training: Training
+    drift: tuple[Drift, ...] = ()
+    conversion: Conversion | None = field(default=None, metadata=SPARSE)
+    seconds: float
+
+    @property
+    def top1(self) -> float:
+        return self.accuracy.top1
+
+    @property
+    def seed(self) -> int:
+        return self.identity.seed
+
+    @cached_property
+    def right(self) -> np.ndarray | None:
+        """Which validation images it got right; None where the bits do not fit the accuracy they belong to."""
+        images = self.data.validation
+        try:
+            packed = base64.b64decode(self.accuracy.correct, validate=True)
+        except ValueError:
+            return None
+        bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8))[:images]
+        if not images or len(bits) != images or abs(100 * float(bits.mean()) - self.top1) > 51 / images:
+            return None
+        return bits.astype(bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed(Result):
+    """A candidate timed on one kind of hardware."""
+
+    identity: SpeedIdentity
+    rows: tuple[SpeedPoint, ...]
+    seconds: float
+
+    def chip(self, point: SpeedPoint) -> str:
+        """The chip that a point was timed on."""
+        known = self.environment.cpu if point.device == "cpu" else self.environment.hardware
+        return known or point.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Result):
+    """An attempt that went wrong."""
+
+    error: str
+    traceback: str = ""
+    attempt: int = 1
+
+
+KINDS: dict[str, type[Run] | type[Speed] | type[Failure]] = {
+    "run": Run,
+    "teacher": Run,
+    "speed": Speed,
+    "failure": Failure,
+}
+
+
+def parse_result(content: bytes | str, name: str) -> Run | Speed | Failure:
+    """A result from the text of its file, whose name must begin with its key."""
+    found = parse_object(content)
+    kind = found.get("kind")
+    if kind not in KINDS:
+        raise LinvitError("it is damaged or no result file")
+    result = from_plain(KINDS[kind], found, "the result", ignore=True)
+    if not KEY.fullmatch(result.key) or not name.startswith(result.key):
+        raise LinvitError("its name is not its key")
+    return result
+
+
+def parse_object(content: bytes | str) -> dict[str, Any]:
+    """A JSON object; NaN and infinity are refused, as other programs do."""
+    try:
+        found = json.loads(content, parse_constant=refuse)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise LinvitError("it is damaged or no result file")
+    return found
+
+
+def refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)

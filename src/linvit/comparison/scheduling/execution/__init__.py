@@ -1,0 +1,1 @@
+"""One task carried out: a model trained, or timed."""

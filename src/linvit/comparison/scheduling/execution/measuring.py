@@ -1,0 +1,264 @@
+"""A candidate's speed and memory over a ladder of image sizes, by turns with softmax in the same architecture.
+
+Weights are random: speed does not ask for better ones. At every size there is the latency of one image and the time of
+a batch, and at the size the candidate is trained at a training step. Memory is what a pass holds at its peak beyond the
+weights and the images. What does not fit into memory, takes too long or is not finite is a row with a note.
+
+On CUDA a pass is recorded as a CUDA graph and replayed: a small model would wait for Python otherwise, and all
+mechanisms alike. Where one of the two cannot be recorded, both are timed as they are, and the row says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linvit.codec import to_plain
+from linvit.comparison.description.building import build_model
+from linvit.comparison.results import (
+    SOFTMAX,
+    Candidate,
+    Environment,
+    Milliseconds,
+    SpeedIdentity,
+    SpeedPoint,
+    Structure,
+)
+from linvit.conversion import find_hosts
+from linvit.conversion.host import Host
+from linvit.errors import LinvitError
+from linvit.measurement import clock
+from linvit.measurement.model_speed import inference_call, training_call
+from linvit.measurement.record import environment
+from linvit.training.engine.capture import recording
+
+BUDGETS = {"cpu": 0.4, "cuda": 0.15}  # seconds for each point and model
+SLOW, SLOW_BATCH = 5.0, 3.0  # a pass that is likely to take more seconds is left out
+TRAINING = 4.0  # times an inference, when a training step's time is guessed
+Call = Callable[[], Tensor]
+
+
+class Contender:
+    """A candidate on its way up the ladder, which is built anew for each size."""
+
+    def __init__(self, structure: Structure, candidate: Candidate) -> None:
+        self.structure = replace(structure, candidate=candidate)
+        self.model: nn.Module | None = None
+        self.tokens, self.degree = 1, 2
+        self.seen: tuple[int, float] | None = None  # tokens and seconds of an image, to guess the next from
+
+    def build(self, size: int, device: torch.device) -> None:
+        self.model = None
+        model = build_model(replace(self.structure, size=size))
+        self.tokens = tokens_of(model, size) or size**2
+        hosts = [module for _, module in find_hosts(model)]
+        self.degree = 1 if all(isinstance(h, Host) and h.mechanism.capabilities.linear for h in hosts) else 2
+        self.model = model.to(device)
+
+    def guess(self, point: SpeedPoint) -> float:
+        """About how many seconds a pass will take; 0 before anything is known."""
+        if self.seen is None:
+            return 0.0
+        tokens, seconds = self.seen
+        grown = seconds * point.batch * (self.tokens / tokens) ** self.degree
+        return grown * TRAINING if point.what == "training" else grown
+
+    def call(self, point: SpeedPoint) -> Call:
+        """The pass to be timed, after its output has shown to be finite."""
+        assert self.model is not None
+        if (seconds := self.guess(point)) > (SLOW if point.batch == 1 else SLOW_BATCH):
+            raise NotTimed(f"left out: about {seconds:.0f} s a pass")
+        generator = torch.Generator(point.device).manual_seed(0)
+        images = torch.randn(point.batch, 3, point.size, point.size, generator=generator, device=point.device)
+        if point.what == "inference":
+            call = inference_call(self.model, images, point.precision, compiled=point.compiled)
+        else:
+            forward = torch.compile(self.model.float(), dynamic=False) if point.compiled else None
+            call = training_call(
+                self.model.float(), images, point.precision, forward=forward, recorded=point.cuda_graph
+            )
+        if not bool(call().isfinite().all()):
+            raise NotTimed("the output is not finite")
+        return call
+
+    def learn(self, point: SpeedPoint, milliseconds: float) -> None:
+        if point.what == "inference":
+            self.seen = (self.tokens, milliseconds / 1e3 / point.batch)
+
+
+class NotTimed(Exception):
+    """Why a row has no time."""
+
+
+def measure_speed(
+    identity: SpeedIdentity, *, watch: Callable[[dict[str, Any]], None] | None = None, budget: float | None = None
+) -> tuple[Environment, tuple[SpeedPoint, ...]]:
+    """Where a speed task was timed, and its rows; `watch` hears each row."""
+    devices = devices_for(identity)
+    rows = []
+    for device in devices:
+        for row in ladder(identity, device, BUDGETS[device.type] if budget is None else budget):
+            rows.append(row)
+            if watch is not None:
+                watch({"kind": "speed", **to_plain(row)})
+    return Environment(**environment(devices[-1])), tuple(rows)
+
+
+def devices_for(identity: SpeedIdentity) -> list[torch.device]:
+    """The devices asked for that are present; the GPU comes last."""
+    present = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    found = [name for name in present if name in (identity.devices or present)]
+    if not found:
+        raise LinvitError(f"this machine has none of the devices to measure on: {', '.join(identity.devices)}")
+    return [torch.device(name) for name in found]
+
+
+def ladder(identity: SpeedIdentity, device: torch.device, budget: float) -> Iterator[SpeedPoint]:
+    """The rows of one device, from the smallest size up."""
+    ours = Contender(identity, identity.candidate)
+    softmax = ours if identity.candidate == SOFTMAX else Contender(identity, SOFTMAX)
+    for size in sorted(identity.ladder):
+        failed = {contender: try_building(contender, size, device) for contender in dict.fromkeys((ours, softmax))}
+        for point in points(identity, size, device):
+            yield time_point(point, ours, softmax, failed, budget)
+            clean(point)
+
+
+def try_building(contender: Contender, size: int, device: torch.device) -> str | None:
+    """Build for a size; why that cannot be, if so."""
+    try:
+        contender.build(size, device)
+    except (LinvitError, torch.OutOfMemoryError) as error:
+        return reason_of(error)
+    return None
+
+
+def points(identity: SpeedIdentity, size: int, device: torch.device) -> Iterator[SpeedPoint]:
+    """What is to be timed: latency, throughput, and at the trained size a training step."""
+    cuda = device.type == "cuda"
+    precision = identity.precision if identity.precision != "auto" else "bf16" if cuda else "fp32"
+    latency = SpeedPoint(
+        device=device.type,
+        size=size,
+        tokens=0,
+        batch=1,
+        precision=precision,
+        compiled=identity.compile,
+        cuda_graph=bool(identity.cuda_graph) and cuda,
+    )
+    yield latency
+    if identity.batch > 1:
+        yield replace(latency, batch=identity.batch)
+    if size == identity.size:
+        yield replace(latency, batch=identity.batch, what="training")
+
+
+def time_point(
+    wanted: SpeedPoint, ours: Contender, softmax: Contender, failed: Mapping[Contender, str | None], budget: float
+) -> SpeedPoint:
+    """One row. Softmax is timed by turns with the candidate; where it cannot do this, there is no ratio."""
+    point = replace(wanted, tokens=ours.tokens)
+    calls: dict[Contender, Call] = {}
+    for contender in dict.fromkeys((ours, softmax)):
+        note = failed[contender] or prepare(contender, point, calls)
+        if note is not None and contender is ours:
+            return replace(point, note=note, cuda_graph=False)
+    assert ours.model is not None
+    ours.model.zero_grad(set_to_none=True)  # a step's gradients count as its own
+    peak, replayed = None, False
+    found: list[clock.Timing] = []
+    try:
+        peak = clock.peak_memory(calls[ours], torch.device(point.device))
+        replayed, found = clocked(calls, point, budget)
+    except torch.OutOfMemoryError:
+        pass
+    if not found:  # both at once do not fit
+        calls = {ours: calls[ours]}
+        clean(point)
+        replayed, found = clocked(calls, point, budget)
+    times = dict(zip(calls, found, strict=True))
+    for contender, timing in times.items():
+        contender.learn(point, timing.low)
+    own = times[ours]
+    return replace(
+        point,
+        cuda_graph=replayed,
+        milliseconds=Milliseconds(own.median, own.low, own.high),
+        images_per_second=point.batch / own.median * 1e3,
+        peak_bytes=peak,
+        ratio=times[softmax].median / own.median if softmax in times else None,
+    )
+
+
+def clocked(calls: Mapping[Contender, Call], point: SpeedPoint, budget: float) -> tuple[bool, list[clock.Timing]]:
+    """The times of the calls, by turns, and whether they were replayed."""
+    timed, replayed = list(calls.values()), point.cuda_graph
+    if replayed:
+        try:
+            timed = [record(call) for call in timed]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # something in one of them asks the host
+            timed, replayed = list(calls.values()), False
+    return replayed, clock.by_turns(timed, torch.device(point.device), latency=point.batch == 1, budget=budget)
+
+
+def record(call: Call) -> Call:
+    """A pass as a CUDA graph, which one call starts."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with recording(graph):
+        result = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def prepare(contender: Contender, point: SpeedPoint, calls: dict[Contender, Call]) -> str | None:
+    """Add the contender's pass to the calls; why there is none, if so."""
+    try:
+        calls[contender] = contender.call(point)
+    except Exception as error:  # a compiler or kernel that fails must not cost the rows that are still to come
+        calls.pop(contender, None)
+        clean(point)
+        return reason_of(error)
+    return None
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return line if isinstance(error, LinvitError | NotTimed) else f"{type(error).__name__}: {line}"
+
+
+def clean(point: SpeedPoint) -> None:
+    if point.compiled:
+        torch._dynamo.reset()
+    gc.collect()
+    if point.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def tokens_of(model: nn.Module, size: int) -> int | None:
+    """The patches an image of the size it was built for is cut into; None where a model begins in another way."""
+    embed: Any = getattr(model, "patch_embed", None)
+    if getattr(embed, "grid_size", None) is not None:
+        return math.prod(embed.grid_size)
+    patch: Any = getattr(embed, "patch_size", None)
+    if patch is None:
+        return None
+    return (-(-size // (patch if isinstance(patch, int) else patch[0]))) ** 2

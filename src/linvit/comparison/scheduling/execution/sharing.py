@@ -1,0 +1,189 @@
+"""What a process keeps from one run to the next, so that a short run is spent on training.
+
+The sets stay decoded on the device and the teachers loaded. Runs that differ in nothing but the seed use one model
+object: the weights of the next seed are copied into it, and the steps that were compiled for it serve again. Results do
+not depend on what was kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linvit.codec import digest
+from linvit.comparison.description.building import build_model, resize, student_of
+from linvit.comparison.description.identity import describe_data, describe_teacher
+from linvit.comparison.description.task import Task
+from linvit.comparison.results import ModelFacts, Structure, TrainedTeacher, TrainingIdentity
+from linvit.comparison.scheduling.store import Store
+from linvit.errors import LinvitError
+from linvit.tasks.classify.augmenting import normalise
+from linvit.tasks.classify.data import Images, Stream, open_data
+from linvit.tasks.classify.preprocessing import Preprocessing
+from linvit.tasks.classify.resident import Held
+from linvit.training.config import Config
+from linvit.training.engine.phases import Phase
+from linvit.training.objectives.teacher import open_teacher
+
+HELD = 6  # decoded sets that stay, the latest ones
+CALIBRATION, BATCH = 256, 64  # images to measure layers on, and how many at once
+
+
+@dataclass
+class Bench:
+    """A model with all that was made for it: the teacher it learns from, and its stages with their compiled steps."""
+
+    key: str
+    model: nn.Module
+    guide: nn.Module | None = None
+    phases: list[Phase] | None = None
+    report: str | None = None
+    layers: tuple[int, ...] | None = None  # the quadratic ones, where they were measured
+    facts: ModelFacts | None = None
+
+
+class Shared:
+    """The things kept. One per process is enough."""
+
+    def __init__(self) -> None:
+        self.held: Held = {}
+        self.sets: dict[tuple[str, str, str | None], tuple[Any, Any]] = {}
+        self.teachers: dict[tuple[str, str], nn.Module] = {}
+        self.bench: Bench | None = None
+
+    def data(self, task: Task) -> tuple[Images | Stream, Images | Stream]:
+        """The task's training and validation set, from where this machine has it, if it is the same set."""
+        name, root = task.places["data"], task.places.get("root", "")
+        wanted = identity_of(task).data.digest
+        if (name, root, wanted) not in self.sets:
+            found = describe_data(name, root).digest
+            if found != wanted:
+                raise LinvitError(f"{name} is not the set this run is about: its digest is {found}, not {wanted}")
+            self.sets[name, root, wanted] = open_data(name, root=root or None)
+        return self.sets[name, root, wanted]
+
+    def teacher(self, task: Task, store: Store, device: torch.device) -> nn.Module:
+        """The softmax model that a task's candidate is made from and learns from."""
+        wanted = identity_of(task).teacher
+        assert wanted is not None
+        if isinstance(wanted, TrainedTeacher):
+            source, mark = str(store.teacher_folder(wanted.key)), wanted.key
+            if not Path(source).is_dir():
+                raise LinvitError(
+                    f"the weights of teacher {mark} are not in the store: put them into {source}, or delete "
+                    f"runs/{mark}.json to train it again"
+                )
+        else:
+            source, mark = task.places.get("teacher", wanted.name), str(wanted.digest)
+        if (source, mark) not in self.teachers:
+            if not isinstance(wanted, TrainedTeacher):
+                found = describe_teacher(source)[0].digest
+                if found != wanted.digest:
+                    raise LinvitError(
+                        f"{source} is not the teacher this run is about: its digest is {found}, not {mark}"
+                    )
+            self.teachers = {(source, mark): open_teacher(source).to(device).eval()}
+        return self.teachers[source, mark].to(device)
+
+    def prepare(self, task: Task, store: Store, config: Config, device: torch.device) -> Bench:
+        """The bench of a task, with the weights its run starts from."""
+        key = digest([task.affinity, str(device)])
+        while len(self.held) > HELD:
+            del self.held[next(iter(self.held))]
+        if self.bench is not None and self.bench.key != key:
+            self.forget()
+        identity = identity_of(task)
+        if identity.mode == "scratch":
+            if identity.candidate.measured:
+                raise LinvitError("layers=measured asks a trained model: use mode distil, or where=first in its place")
+            return self.take(key, build_model(identity, seed=identity.seed))
+        teacher = self.teacher(task, store, device)
+        check_patches(teacher, identity, config)
+        known = self.bench.layers if self.bench is not None else None
+        images = None
+        if identity.candidate.measured and known is None:
+            images = calibration(self.data(task)[0], Preprocessing.of(teacher, identity.size, config.test_crop))
+        student, report = student_of(teacher, identity, seed=identity.seed, calibrate=images, keep=known)
+        new = self.bench is None
+        bench = self.take(key, student)
+        if new:
+            bench.guide = copy.deepcopy(teacher)
+            resize(bench.guide, None, identity.size)
+            bench.report = str(report).splitlines()[0]
+            bench.layers = report.sensitivity.keep if report.sensitivity is not None else None
+        return bench
+
+    def take(self, key: str, model: nn.Module) -> Bench:
+        """The bench with these weights: a new one, or those of the next seed in the model that is there."""
+        if self.bench is None:
+            self.bench = Bench(key, model)
+        else:
+            copy_weights(model, self.bench.model)
+        return self.bench
+
+    def forget(self) -> None:
+        """Let go of the bench: after a failure nobody knows what state it is in."""
+        self.bench = None
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def clear(self) -> None:
+        """Keep nothing on a device."""
+        self.held.clear()
+        self.teachers.clear()
+        self.forget()
+
+
+def identity_of(task: Task) -> TrainingIdentity:
+    """The identity of a run or a teacher."""
+    assert isinstance(task.identity, TrainingIdentity)
+    return task.identity
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, those that are not saved too."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Make the target what the source is, in the tensors it has. A training that ended may have added some that are no
+    weights (how far it had got), which the next one sets itself."""
+    new = dict(tensors(source))
+    saved = {*target.state_dict(), *dict(target.named_parameters())}
+    for name, old in tensors(target):
+        assert name in new or name not in saved, f"{name} is not in the source"
+        if name in new:
+            assert new[name].shape == old.shape
+            old.copy_(new[name])
+    target.zero_grad(set_to_none=True)
+    target.train()  # models that remember something of an evaluation forget it here
+
+
+def check_patches(teacher: Any, structure: Structure, config: Config) -> None:
+    """Layers can be aligned only where teacher and student see the same tokens."""
+    patch: Any = getattr(getattr(teacher, "patch_embed", None), "patch_size", None)
+    patch = patch if isinstance(patch, int | None) else patch[0]
+    if structure.patch_size in (None, patch) or all(s.objective == "supervised" for s in config.plan_of_stages()):
+        return
+    raise LinvitError(f"recipe {config.recipe} aligns layers, and the teacher has patches of {patch}: use those")
+
+
+def calibration(images: Images | Stream, preprocessing: Preprocessing) -> list[Tensor]:
+    """Images of the training set to measure layers on: always the same, taken evenly from all of it."""
+    if isinstance(images, Stream):
+        raise LinvitError(f"{images.name} can only be read in order: name the layers to keep")
+    transform, count = preprocessing.evaluation(), min(CALIBRATION, len(images))
+    pictures = [transform(images[i * len(images) // count][0].convert(preprocessing.mode)) for i in range(count)]
+    mean, std = (255 * torch.tensor(values) for values in (preprocessing.mean, preprocessing.std))
+    batch = torch.stack([torch.as_tensor(picture) for picture in pictures])
+    return list(normalise(batch, mean, std).split(BATCH))

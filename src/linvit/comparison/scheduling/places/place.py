@@ -1,0 +1,127 @@
+"""What a place where tasks run must be able to do, for the scheduler, and how a task is done anywhere."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from linvit.comparison.description.task import Task
+from linvit.comparison.results import Run, Speed
+from linvit.comparison.scheduling.claims import ClaimLost
+from linvit.comparison.scheduling.store import Store, hardware_for
+
+Record = dict[str, Any]
+Hear = Callable[[str, Record], None]
+
+
+class Execute(Protocol):
+    """What carries out a task: `execution.running.execute`, or a test's."""
+
+    def __call__(
+        self, task: Task, store: Store, *, device: str, shared: int, watch: Callable[[Record], None]
+    ) -> Run | Speed: ...
+
+
+class TimingSlot(Hashable, Protocol):
+    """Where speeds are timed, one at a time, with nothing beside them."""
+
+    def hardware(self, task: Task) -> str:
+        """What its results name as their hardware."""
+
+
+class ThisMachine:
+    """The slot of places that are this machine."""
+
+    def hardware(self, task: Task) -> str:
+        return hardware_for(task)
+
+
+class Place(ABC):
+    """Workers come and go by `hire` and `dismiss`. `send` gives a worker a task under a name, and `poll` waits a moment
+    and tells what is new under these names: records of its progress, and in the end one of these.
+
+        {"kind": "result", "result": …}
+        {"kind": "failure", "failure": …, "spoilt": whether its worker is of no more use}
+        {"kind": "lost", "text": why, "begun": whether the task had been begun, "spoilt": True}
+    """
+
+    shared = 1  # runs that have a device together
+    patient = True  # whether to wait for what others work on
+
+    def __init__(self, execute: Execute | None = None) -> None:
+        self.execute = execute or real_execute
+
+    @contextmanager
+    def opened(self, store: Store, tasks: Sequence[Task]) -> Iterator[None]:
+        """Get ready for these tasks, and part from everything at the end."""
+        self.store = store
+        yield
+
+    def timing_slots(self) -> Sequence[TimingSlot]:
+        return [THIS_MACHINE]
+
+    def hardware(self, task: Task) -> list[str]:
+        """The kinds of hardware that a speed is to be timed on here."""
+        return list(dict.fromkeys(slot.hardware(task) for slot in self.timing_slots()))
+
+    @abstractmethod
+    def capacity(self) -> int:
+        """How many workers for runs fit in, as it is now."""
+
+    @abstractmethod
+    def hire(self, task: Task, slot: TimingSlot | None) -> Any:
+        """A new worker for tasks like this one: for runs, or on a slot."""
+
+    @abstractmethod
+    def send(self, worker: Any, task: Task, name: str, *, shared: int) -> None: ...
+
+    @abstractmethod
+    def poll(self, hear: Hear) -> None: ...
+
+    @abstractmethod
+    def dismiss(self, worker: Any, *, kill: bool = False) -> None:
+        """Let a worker go; one that is at a task, or of no more use, is killed."""
+
+
+THIS_MACHINE = ThisMachine()
+
+
+def attempt(
+    task: Task, store: Store, execute: Execute, *, device: str, shared: int, watch: Callable[[Record], None]
+) -> Record:
+    """Do a task; the record of how it ended."""
+    try:
+        watch({"kind": "start", "pid": os.getpid(), "node": platform.node()})
+        return {"kind": "result", "result": execute(task, store, device=device, shared=shared, watch=watch)}
+    except ClaimLost:
+        raise
+    except (Exception, SystemExit) as error:
+        failure = store.failure(task, error)
+    return {"kind": "failure", "failure": failure, "spoilt": clean_up()}
+
+
+def clean_up() -> str:
+    """Give back what a failed task held on the device; what is wrong with that, if it no longer works, as after an
+    illegal access: then everything else in this process would fail too."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            return str(error).strip().splitlines()[0]
+    return ""
+
+
+def real_execute(task: Task, store: Store, **options: Any) -> Run | Speed:
+    """What `running.execute` does; that imports the whole training, and is not needed to look at a store."""
+    from linvit.comparison.scheduling.execution.running import execute
+
+    return execute(task, store, **options)

@@ -1,0 +1,235 @@
+"""The one scheduler: it claims tasks, sends them to a place, hears what becomes of them and writes that down.
+
+The store is the queue: several schedulers, on several machines, may work on one at the same time. Runs come first;
+speeds when none is left that is not somebody else's, one at a time on each slot and with nothing beside them. A worker
+goes on with the candidate it did before, whose code is compiled. A task whose worker dies is sent again, three times at
+most. A task that fails by itself is recorded and stops nobody. What others work on is waited for, in case they die.
+
+`watch(task, record)` hears what happens. Records have a kind: `start`, then those of the training (`train`, `eval`,
+`note`), and `done`, `failed` with its error, or `lost` when the worker died and the task goes to another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from linvit.comparison.description.task import Task
+from linvit.comparison.scheduling.board import Board, Summary
+from linvit.comparison.scheduling.claims import Claim, ClaimLost
+from linvit.comparison.scheduling.places.place import Place, Record, TimingSlot
+from linvit.comparison.scheduling.store import Store
+from linvit.errors import LinvitError
+
+Watch = Callable[[Task, Record], None]
+POLL = 2.0  # seconds between two looks at what others work on
+TRIES = 3  # of a task whose worker dies
+
+
+def run(tasks: Sequence[Task], store: Store, place: Place, *, watch: Watch, retry: bool = False) -> Summary:
+    """Do the tasks in a place; how they stand in the end."""
+    if not tasks:
+        return Summary()
+    with place.opened(store, tasks):
+        board = Board(tasks, store, retry=retry, hardware=place.hardware)
+        Scheduler(board, place, watch).run()
+        return board.summary()
+
+
+@dataclass(eq=False)
+class Hand:
+    """A worker of ours: for runs, or on the slot where it times one speed after another."""
+
+    worker: Any
+    slot: TimingSlot | None
+    affinity: str = ""  # whose compiled steps it has
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A task that is out, the claim on it, and who does it."""
+
+    task: Task
+    claim: Claim
+    hand: Hand
+
+    @property
+    def name(self) -> str:
+        return self.claim.path.name
+
+
+class Scheduler:
+    """Keeps a place busy until nothing is left."""
+
+    def __init__(self, board: Board, place: Place, watch: Watch) -> None:
+        self.board, self.place, self.watch, self.store = board, place, watch, board.store
+        self.hands: list[Hand] = []
+        self.flying: dict[str, Flight] = {}
+        self.ended: set[str] = set()  # names of what came to an end here: nothing is done twice
+        self.losses: Counter[str] = Counter()
+        self.settled = self.stillborn = 0
+
+    def run(self) -> None:
+        try:
+            while True:
+                left = self.fill()
+                if not self.flying and not (left and self.place.patient):
+                    return
+                self.listen()
+        finally:
+            for flight in list(self.flying.values()):
+                self.drop(flight)
+            for hand in list(self.hands):
+                with suppress(Exception):  # the place itself may be gone
+                    self.dismiss(hand)
+
+    def listen(self) -> None:
+        """Hear the workers until a task has ended, or it is time to look at the store again."""
+        if not self.flying:
+            time.sleep(POLL)
+        until, settled = time.monotonic() + POLL, self.settled
+        while self.flying and settled == self.settled and time.monotonic() < until:
+            with suppress(ClaimLost):
+                self.place.poll(self.hear)
+            for flight in [flight for flight in self.flying.values() if flight.claim.lost]:
+                self.drop(flight)  # this process slept, and another took over
+
+    def fill(self) -> bool:
+        """Send as much as the place takes; whether anything is left to do or to wait for."""
+        runs = [task for task in self.board.open() if task.kind != "speed" and task.key not in self.ended]
+        timing = any(hand.slot and hand.busy for hand in self.hands)
+        if not timing:
+            self.fill_with_runs([task for task in runs if task.key not in self.flying])
+            self.dismiss_idle(of_runs=True)
+        speeds = self.speeds()
+        if not any(hand.slot is None for hand in self.hands) and all(self.store.claimed(task) for task in runs):
+            self.fill_with_speeds(speeds)
+        self.dismiss_idle()
+        return bool(runs or speeds)
+
+    def fill_with_runs(self, runs: list[Task]) -> None:
+        ready = [task for task in runs if self.board.blocked(task) is None]
+        hands: list[Hand | None] = [hand for hand in self.hands if hand.slot is None and not hand.busy]
+        hands += [None] * (self.place.capacity() - sum(hand.slot is None for hand in self.hands) if ready else 0)
+        for hand in hands:
+            self.send_best(ready, hand)
+
+    def send_best(self, ready: list[Task], hand: Hand | None) -> None:
+        """Give a hand, perhaps a new one, the run that suits it best: of the candidate it did before, else of one that
+        no other hand does. What turns out to be another's is no longer ready."""
+        others = {other.affinity for other in self.hands}
+        mine = hand.affinity if hand else ""
+        for task in sorted(ready, key=lambda task: (task.affinity != mine, task.affinity in others)):
+            ready.remove(task)
+            if self.send(task, hand, None):
+                return
+
+    def speeds(self) -> list[tuple[TimingSlot, Task]]:
+        """What is still to be timed, and where: every candidate once on each kind of hardware."""
+        tasks = [task for task in self.board.tasks if task.kind == "speed" and not self.board.failed(task)]
+        return [
+            (slot, task)
+            for slot in (self.place.timing_slots() if tasks else ())
+            for task in tasks
+            if not self.board.there(task, slot.hardware(task))
+            and self.store.claim_path(task, slot.hardware(task)).name not in self.ended
+        ]
+
+    def fill_with_speeds(self, speeds: list[tuple[TimingSlot, Task]]) -> None:
+        for slot in dict.fromkeys(slot for slot, _ in speeds):
+            hand = next((hand for hand in self.hands if hand.slot == slot), None)
+            if hand is None or not hand.busy:
+                any(self.send(task, hand, slot) for other, task in speeds if other == slot)
+
+    def dismiss_idle(self, of_runs: bool = False) -> None:
+        for hand in [hand for hand in self.hands if not hand.busy and (hand.slot is None or not of_runs)]:
+            self.dismiss(hand)
+
+    def send(self, task: Task, hand: Hand | None, slot: TimingSlot | None) -> bool:
+        """Claim a task and send it; False where another has it."""
+        claim = self.store.claim(task, slot.hardware(task) if slot else None)
+        if claim is None:
+            return False
+        try:
+            if hand is None:
+                hand = Hand(self.place.hire(task, slot), slot)
+                self.hands.append(hand)
+            hand.busy, hand.affinity = True, task.affinity
+            flight = Flight(task, claim, hand)
+            self.flying[flight.name] = flight
+            self.place.send(hand.worker, task, flight.name, shared=1 if slot else self.place.shared)
+        except BaseException:
+            claim.release()
+            raise
+        return True
+
+    def hear(self, name: str, record: Record) -> None:
+        """What a worker says of its task: how it goes, or how it ended."""
+        flight = self.flying.get(name)
+        if flight is None:  # it was given up meanwhile
+            return
+        flight.claim.check()
+        if record["kind"] in ENDS:
+            self.settle(flight, record)
+        else:
+            self.stillborn = 0
+            self.watch(flight.task, record)
+
+    def settle(self, flight: Flight, record: Record) -> None:
+        """Write down what came of a task, and only then let go of it."""
+        ENDS[record["kind"]](self, flight, record)
+        self.settled += 1
+        del self.flying[flight.name]
+        flight.claim.release()
+        flight.hand.busy = False
+        if record.get("spoilt"):
+            self.dismiss(flight.hand, kill=True)
+
+    def keep(self, flight: Flight, record: Record) -> None:
+        self.store.write(flight.task, replace(record["result"], command=flight.task.command))
+        self.ended.add(flight.name)
+        self.watch(flight.task, {"kind": "done"})
+
+    def fail(self, flight: Flight, record: Record) -> None:
+        failure = self.store.add_failure(replace(record["failure"], command=flight.task.command))
+        self.ended.add(flight.name)
+        self.watch(flight.task, {"kind": "failed", "error": failure.error})
+
+    def lose(self, flight: Flight, record: Record) -> None:
+        """Let a task whose worker died be sent again, unless that happened too often."""
+        reason = record["text"]
+        if not record["begun"]:
+            self.stillborn += 1
+            if self.stillborn >= TRIES:
+                raise LinvitError(f"workers end before they begin ({reason}): try --engine local")
+            return
+        self.losses[flight.name] += 1
+        count = self.losses[flight.name]
+        self.watch(flight.task, {"kind": "lost", "text": reason, "attempt": count})
+        if count >= TRIES:
+            failure = self.store.failure(flight.task, f"its worker was lost {count} times: {reason}")
+            self.fail(flight, {"failure": failure})
+
+    def drop(self, flight: Flight) -> None:
+        """Give up a task that is out, and its claim: whoever comes next goes on from its checkpoints."""
+        del self.flying[flight.name]
+        with suppress(Exception):  # the place itself may be gone
+            self.dismiss(flight.hand, kill=True)
+        flight.claim.release()
+
+    def dismiss(self, hand: Hand, *, kill: bool = False) -> None:
+        """Let a worker go, and with it what it holds of the device."""
+        self.hands.remove(hand)
+        self.place.dismiss(hand.worker, kill=kill)
+
+
+ENDS: dict[str, Callable[[Scheduler, Flight, Record], None]] = {
+    "result": Scheduler.keep,
+    "failure": Scheduler.fail,
+    "lost": Scheduler.lose,
+}

@@ -1,0 +1,228 @@
+"""A store on its way: packed into one archive, read from there, and merged with what other machines did.
+
+Packing the same files gives the same bytes, whenever and by whomever. Merging adds, it never takes away. Results are
+files of their own, so a merge is a union: it may be done twice or in any order. When both sides have a result of the
+same key, the older one stays in its place and the other goes to `repeats/`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import lzma
+import re
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+
+from linvit.comparison.results import KEY, Failure, Run, Speed, parse_object, parse_result
+from linvit.comparison.scheduling.claims import LOCK, abandoned
+from linvit.comparison.scheduling.store import FOLDERS, Store, set_aside
+from linvit.errors import LinvitError
+from linvit.files import create, locked, temporary, write
+
+RESULTS = ("runs", "speeds", "failures", "comparisons")
+REPEAT = re.compile(r"(runs|speeds)-(.+)-[0-9a-f]{16}\.json")
+LARGEST, MOST = 2**26, 2**31  # bytes of one result file, and of all in an archive, that are read from it
+BROKEN = (tarfile.TarError, EOFError, OSError, lzma.LZMAError)
+
+
+class Archive:
+    """A packed store that is read where it is. Nothing is unpacked, and only so much is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notes: list[str] = []
+
+    def results(self) -> Iterator[Run | Speed | Failure]:
+        order = list(dict.fromkeys(FOLDERS.values()))
+        for folder, name, content in sorted(self.files(), key=lambda file: (order.index(file[0]), file[1])):
+            try:
+                yield parse_result(content, name)
+            except LinvitError as error:
+                self.notes.append(f"{folder}/{name} was left aside: {error}")
+
+    def files(self) -> Iterator[tuple[str, str, bytes]]:
+        """Folder, name and content of each result file."""
+        left = MOST
+        try:
+            with tarfile.open(self.path) as archive:
+                for member in archive:
+                    folder, name = ("", *PurePosixPath(member.name).parts)[-2:]
+                    if not member.isfile() or folder not in FOLDERS.values() or not re.fullmatch(r"[^.].*\.json", name):
+                        continue
+                    left -= member.size
+                    if member.size > LARGEST or left < 0:
+                        raise LinvitError(f"{self.path} holds more than a store's results could be: not read")
+                    yield folder, name, cast(IO[bytes], archive.extractfile(member)).read()
+        except BROKEN as error:
+            if left == MOST:
+                raise LinvitError(
+                    f"{self.path} is no archive of a store ({error}): give one made with --pack"
+                ) from None
+            self.notes.append(f"{self.path.name} cannot be read to its end ({error})")
+
+
+def open_store(path: str | Path) -> Store | Archive:
+    """A store to read from: its folder, or an archive of it."""
+    path = Path(path)
+    if not path.exists():
+        raise LinvitError(f"no store {path}: give the folder that `linvit compare -o` wrote, or an archive of it")
+    return Store(path) if path.is_dir() else Archive(path)
+
+
+def store_name(path: Path) -> str:
+    """What a store is called, packed or not."""
+    return re.sub(r"\.(tar(\.(gz|xz))?|tgz)$", "", path.resolve().name)
+
+
+def pack(store: Store, archive: Path, *, work: bool = False) -> int:
+    """Write the store into one archive (.tar, .tar.gz or, smallest, .tar.xz), with `work` also the checkpoints of runs
+    that are under way; how many files it holds. The store may be written to meanwhile."""
+    packed = 0
+    with temporary(archive) as beside, compressed(beside, archive.suffix) as out, tarfile.open(None, "w", out) as file:
+        for path in belongings(store, work):
+            name = PurePosixPath(store_name(store.folder), path.relative_to(store.folder).as_posix())
+            try:
+                file.add(path, str(name), filter=anonymous)
+                packed += 1
+            except FileNotFoundError:  # a checkpoint that was replaced this moment
+                continue
+    return packed
+
+
+@contextmanager
+def compressed(path: Path, suffix: str) -> Iterator[Any]:
+    with open(path, "wb") as file:
+        if suffix in (".gz", ".tgz"):
+            with gzip.GzipFile("", "wb", 9, file, mtime=0) as out:
+                yield out
+        elif suffix in (".xz", ".txz"):
+            with lzma.open(file, "wb", preset=9) as out:
+                yield out
+        else:
+            yield file
+
+
+def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """A file without its time and its owner."""
+    member.mtime = member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    member.mode = 0o644
+    return member
+
+
+def belongings(store: Store, work: bool) -> Iterator[Path]:
+    """The files that travel: all results, the teachers that are done, and the work if it is asked for."""
+    for name in (*RESULTS, "repeats"):
+        yield from sorted((store.folder / name).glob("[!.]*.json"))
+    folders = [path for path in sorted(store.folder.glob("teachers/*")) if finished(store, path.name)]
+    folders += [path for path in sorted(store.folder.glob("work/*")) if work and not finished(store, path.name)]
+    for folder in folders:
+        yield from (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def finished(store: Store, key: str) -> bool:
+    return store.read(store.run_path(key)) is not None
+
+
+def merge(store: Store, other: Path) -> dict[str, int]:
+    """Add what another store, a folder or an archive, has; how much of each kind was new. What is damaged or not ours
+    is left aside and noted."""
+    if other.is_dir():
+        return merge_folder(store, root_of(other))
+    if not other.is_file():
+        raise LinvitError(f"there is no store at {other}: give a store's folder, or an archive made with --pack")
+    store.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".merging-", dir=store.folder) as folder:
+        try:
+            with tarfile.open(other) as archive:
+                archive.extractall(folder, filter="data")
+        except BROKEN as error:
+            store.note(f"{other} cannot be read to its end ({error}): what came before that is merged")
+        return merge_folder(store, root_of(Path(folder)))
+
+
+def root_of(folder: Path) -> Path:
+    """The store in a folder: the folder itself, or the one folder in it."""
+    for candidate in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
+        if any((candidate / name).is_dir() for name in RESULTS):
+            return candidate
+    raise LinvitError(f"{folder} holds no store: no folder {', '.join(RESULTS)} in it")
+
+
+def merge_folder(store: Store, other: Path) -> dict[str, int]:
+    theirs = Store(other)
+    added = dict.fromkeys((*RESULTS, "repeats", "teachers", "work"), 0)
+    for folder in RESULTS:
+        for path in sorted((other / folder).glob("[!.]*.json")):
+            added[folder] += adopt(store, folder, path.name, path)
+    for path in sorted((other / "repeats").glob("[!.]*.json")):
+        named = REPEAT.fullmatch(path.name)
+        if named:
+            added["repeats"] += adopt(store, named[1], f"{named[2]}.json", path)
+    for path in sorted(other.glob("teachers/*")):
+        if KEY.fullmatch(path.name) and finished(theirs, path.name):
+            added["teachers"] += copy_folder(path, store.teacher_folder(path.name))
+    for path in sorted(other.glob("work/*")):
+        claim = store.folder / "claims" / path.name
+        busy = claim.exists() and not abandoned(claim, store.stale)
+        if KEY.fullmatch(path.name) and not finished(store, path.name) and not busy:
+            added["work"] += copy_folder(path, store.work_folder(path.name))
+    return added
+
+
+def adopt(store: Store, folder: str, name: str, path: Path) -> bool:
+    """Take one file over; whether it was new."""
+    content = path.read_bytes()
+    try:
+        parse_object(content) if folder == "comparisons" else parse_result(content, name)
+    except LinvitError as error:
+        store.note(f"{path.name} of {folder} was not merged: {error}")
+        return False
+    target = store.folder / folder / name
+    store.folder.mkdir(parents=True, exist_ok=True)
+    with locked(store.folder / LOCK):
+        if create(target, content):
+            return True
+        ours = target.read_bytes()
+        if ours == content or folder == "comparisons":
+            return False
+        if store.read(target) is None:
+            set_aside(target)
+            return create(target, content)
+        first, second = sorted((ours, content), key=age)
+        repeat = f"{folder}-{name.removesuffix('.json')}-{hashlib.sha256(second).hexdigest()[:16]}.json"
+        new = create(store.folder / "repeats" / repeat, second)
+        if first == content:
+            write(target, content)
+            return True
+        return new
+
+
+def age(content: bytes) -> tuple[str, str]:
+    """When a result was made; of the same second the digest decides, so that every machine decides alike."""
+    return str(parse_object(content).get("environment", {}).get("time")), hashlib.sha256(content).hexdigest()
+
+
+def copy_folder(source: Path, target: Path) -> bool:
+    """Copy a folder whole or not at all, unless there is one."""
+    if target.exists():
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
+    try:
+        shutil.copytree(source, beside, dirs_exist_ok=True)
+        beside.chmod(0o755)
+        beside.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
+        return False
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return True

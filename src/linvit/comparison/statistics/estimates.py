@@ -1,0 +1,138 @@
+"""What a handful of seeds can say: means with Student's intervals, paired differences, exponents, fronts and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from linvit.errors import LinvitError
+from linvit.tasks.classify.pairing import around, paired_difference
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its error over seeds; a single seed has neither error nor interval."""
+
+    mean: float
+    standard_error: float | None
+    interval: tuple[float, float] | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """a minus b. `interval` is over seeds and images where each image's result is known, else over seeds alone."""
+
+    mean: float
+    interval: tuple[float, float] | None
+    seeds_interval: tuple[float, float] | None  # for these very images
+    seeds: int
+    images: int  # 0: only the runs' totals are known
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """y grows as x to the `exponent`; the interval needs three points or more."""
+
+    exponent: float
+    interval: tuple[float, float] | None
+    points: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Kendall's tau-b of two rankings, and how often chance alone would be as far from zero."""
+
+    tau: float
+    p_value: float
+    count: int
+
+
+def average(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are there."""
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
+    """The mean over seeds with Student's interval, which is wide for few of them, as it should be."""
+    if not len(values):
+        raise LinvitError("there is nothing to take the mean of")
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return Estimate(mean, None, None, 1)
+    variance = float(np.var(values, ddof=1)) / len(values)
+    return Estimate(mean, variance**0.5, around(mean, variance, len(values) - 1, level), len(values))
+
+
+def difference(
+    a: Mapping[int, float],
+    b: Mapping[int, float],
+    a_right: Mapping[int, np.ndarray] | None = None,
+    b_right: Mapping[int, np.ndarray] | None = None,
+    level: float = LEVEL,
+) -> Difference | None:
+    """How much better a is than b over the seeds they share, or None where they share none.
+
+    `a` and `b` hold each seed's accuracy, `a_right` and `b_right` which images it got right. Where those are known for
+    all shared seeds and for the same images, the difference is paired over images as well.
+    """
+    seeds = sorted(a.keys() & b.keys())
+    if not seeds:
+        return None
+    bits = [(a_right or {}).get(seed) for seed in seeds], [(b_right or {}).get(seed) for seed in seeds]
+    sizes = {None if right is None else len(right) for side in bits for right in side}
+    if len(sizes) == 1 and None not in sizes and min(size or 0 for size in sizes) > 1:
+        found = paired_difference(bits[0], bits[1], level=level)
+        return Difference(found.mean, found.interval, found.seeds_interval, found.seeds, found.images)
+    over = estimate([a[seed] - b[seed] for seed in seeds], level)
+    return Difference(over.mean, over.interval, over.interval, over.count, 0)
+
+
+def fit_exponent(x: Sequence[float], y: Sequence[float], level: float = LEVEL) -> Fit | None:
+    """The slope of log y over log x by least squares.
+
+    It is fitted to the upper half of the ladder, three points at least where there are as many: what a call costs
+    whatever its size would pull the exponent down at the lower end.
+    """
+    points = sorted((a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > 0)
+    points = points[-max(3, (len(points) + 1) // 2) :]
+    if len({a for a, _ in points}) < 2:
+        return None
+    logs = np.log(np.array(points, dtype=np.float64))
+    line = stats.linregress(logs[:, 0], logs[:, 1])
+    interval = None
+    if len(points) > 2:
+        interval = around(float(line.slope), float(line.stderr) ** 2, len(points) - 2, level)
+    return Fit(float(line.slope), interval, len(points))
+
+
+def pareto_front(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
+    """Positions of the points that no other beats: none costs as little and gains more, nor gains as much for less.
+    By rising cost."""
+    order = sorted(range(len(costs)), key=lambda i: (costs[i], -gains[i]))
+    front: list[int] = []
+    best = -np.inf
+    for i in order:
+        if gains[i] > best or (front and (costs[i], gains[i]) == (costs[front[-1]], gains[front[-1]])):
+            front.append(i)
+            best = gains[i]
+    return front
+
+
+def kendall(a: Sequence[float], b: Sequence[float]) -> Ranks | None:
+    """Whether two rankings of the same things agree; None where fewer than three, or one side, is ranked at all."""
+    if len(a) < 3 or len(set(a)) < 2 or len(set(b)) < 2:
+        return None
+    tau, p_value = stats.kendalltau(a, b)
+    return Ranks(float(tau), float(p_value), len(a))
