@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from linvit.tasks.classify.training_speed import make_jpegs
 from tests.cli.conftest import Outcome
 
 SMALL = ["--model-arg=img_size=8", "--model-arg=patch_size=4", "--model-arg=depth=1", "--model-arg=embed_dim=24"]
@@ -59,6 +60,18 @@ def test_a_recipe_with_a_teacher_is_timed_with_it(recipe: str, linvit: Callable[
         stepping = sum(stage["epochs"] * 1437 / stage["images_per_second"] for stage in stages.values())
         solving = row["seconds"] - stepping
         assert (solving > 1e-3) == (recipe == "fast") and abs(solving) < 0.5 * row["seconds"]
+
+
+def test_each_loader_on_jpegs(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    photos, file = tmp_path / "photos", tmp_path / "speed.json"
+    make_jpegs(photos, 20, copies=5, size=(40, 30))
+    asked = ["bench", "training", "vit_tiny_patch16_224", *SMALL, *SET, "--loaders", "--data", str(photos)]
+    found = linvit(*asked, "--workers", "0", "--device", "cpu", "-o", str(file))
+    result = json.loads(file.read_text())
+    loaders = ["none: the step alone", "resident", "streamed, decoded on the CPU"]  # a GPU decodes as well
+    assert found.code == 0 and all(f"softmax, {name}" in found.out for name in loaders)
+    assert [row["loader"] for row in result["rows"]] == loaders and result["steps"] == 75 and result["images"] == 90
+    assert all(row["attention"] == "softmax" and row["status"] == "ok" for row in result["rows"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import torch
 
 from linvit.errors import LinvitError
 from linvit.measurement import clock, record, speed
-from linvit.measurement.side_by_side import compare_models, compare_op
+from linvit.measurement.model_speed import compare_models
+from linvit.measurement.speed import compare_op
 
 CPU = torch.device("cpu")
 SHAPE = speed.OpShape(2, 2, 8, 49)

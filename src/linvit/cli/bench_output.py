@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from linvit.cli.output import table
+from linvit.measurement.model_speed import compare_models
 from linvit.measurement.scaling import LIMIT, Scaling
-from linvit.measurement.side_by_side import OTHERS, compare_models, compare_op
+from linvit.measurement.speed import OTHERS, compare_op
 
 MEBI = 2**20
 
@@ -106,10 +107,12 @@ def print_training(result: dict[str, Any]) -> None:
     print(f"training {result['model']} by {setting} on {where['hardware']}, torch {where['torch']}")
     whole = f"{recipe['epochs']:g} epochs, s"
     made = columns("attention", "images/s", "quartiles", "ratio", whole, "peak GiB", "start, s", "error")
-    softmax = next((row for row in result["rows"] if row["attention"] == "softmax" and row["status"] == "ok"), None)
+    usual = [row for row in result["rows"] if row["status"] == "ok" and row.get("loader") in (None, "resident")]
+    softmax = next((row for row in usual if row["attention"] == "softmax"), None)
     for row in result["rows"]:
+        name = f"{row['attention']}, {row['loader']}" if "loader" in row else row["attention"]
         if row["status"] != "ok":
-            made.add_row(row["attention"], row["status"], "", "", "", "", "", f"{row['error']:.1e}")
+            made.add_row(name, row["status"], "", "", "", "", "", f"{row['error']:.1e}")
             continue
         low, high = row["windows"]["low"], row["windows"]["high"]
         ratio = row["images_per_second"] / softmax["images_per_second"] if softmax else None
@@ -118,5 +121,5 @@ def print_training(result: dict[str, Any]) -> None:
         start = f"{row['first_window_seconds']:.0f}" if "first_window_seconds" in row else "–"
         seconds = f"{row['seconds']:,.1f}" if "seconds" in row else "–"  # older results have none
         cells = (speed, f"{low:,.0f} … {high:,.0f}", _number(ratio), seconds, peak, start, f"{row['error']:.1e}")
-        made.add_row(row["attention"], *cells)
+        made.add_row(name, *cells)
     _print(made)

@@ -7,7 +7,7 @@ from typing import Any
 
 from linvit.errors import LinvitError
 from linvit.figures.style import picture
-from linvit.measurement.side_by_side import compare_op
+from linvit.measurement.speed import compare_op
 
 # Ours is the one bold colour; the others are told apart by marker too, for readers who see no colour.
 STYLES = {

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle
 from statistics import median, quantiles
 
 import torch
@@ -60,27 +60,18 @@ def sample(calls: Calls, device: torch.device) -> float:
 
 
 @undisturbed()
-def eager(calls: Calls, device: torch.device, *, budget: float = 0.3, least: int = 5) -> Timing:
-    """Plain calls by the host's clock. On a GPU a sample is a burst of calls: it shows what the host can send."""
-    synchronise(device)
-    once = max(sample(calls[:1], device), 1e-6)
-    burst = 1 if device.type == "cpu" else max(1, min(20, int(budget / (least * once))))
-    repeats = max(least, min(200, int(budget / (burst * once))))
-    turn = cycle(calls)
-    return Timing.of([sample(list(islice(turn, burst)), device) * 1e3 for _ in range(repeats)])
-
-
-@undisturbed()
-def by_turns(calls: Calls, device: torch.device, *, latency: bool, budget: float = 0.4) -> list[Timing]:
+def by_turns(
+    calls: Calls, device: torch.device, *, latency: bool = False, budget: float = 0.4, least: int = 0
+) -> list[Timing]:
     """Different calls in turn, so that whatever happens to the machine meantime happens to all of them. For `latency`
     each call is waited for; else a sample on a GPU is a burst. The budget is seconds for each call, and what takes much
-    longer is sampled twice."""
+    longer is sampled twice, unless `least` asks for more."""
     synchronise(device)
     once = [sample([call], device) for call in calls]
     single = latency or device.type == "cpu"
     bursts = [1 if single else max(1, min(20, int(budget / (5 * seconds)))) for seconds in once]
     spent = sum(seconds * burst for seconds, burst in zip(once, bursts, strict=True)) / len(calls)
-    rounds = 1 if spent > 2 * budget else max(3, min(200, int(budget / spent)))
+    rounds = max(least or (1 if spent > 2 * budget else 3), min(200, int(budget / spent)))
     samples = [once] if rounds == 1 else []
     samples += [
         [sample([call] * burst, device) for call, burst in zip(calls, bursts, strict=True)] for _ in range(rounds)
@@ -88,8 +79,33 @@ def by_turns(calls: Calls, device: torch.device, *, latency: bool, budget: float
     return [Timing.of([seconds * 1e3 for seconds in column]) for column in zip(*samples, strict=True)]
 
 
+def eager(calls: Calls, device: torch.device, *, budget: float = 0.3, least: int = 5) -> Timing:
+    """Plain calls by the host's clock. On a GPU a sample is a burst of calls: it shows what the host can send."""
+    turn = cycle(calls)
+    return by_turns([lambda: next(turn)()], device, budget=budget, least=least)[0]
+
+
 def graph(calls: Calls, *, budget: float = 0.2, least: int = 5) -> Timing:
     """The calls, once each, as one CUDA graph; its replays are timed with device events."""
+    replay = record(calls)
+    replay()
+
+    def replayed() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    torch.cuda.synchronize()
+    repeats = max(least, min(100, int(budget * 1e3 / max(replayed(), 1e-3))))
+    return Timing.of([replayed() / len(calls) for _ in range(repeats)])
+
+
+def record(calls: Calls) -> Callable[[], None]:
+    """The calls, once each, as a CUDA graph that one call replays; RuntimeError where something in them asks the
+    host."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -98,23 +114,24 @@ def graph(calls: Calls, *, budget: float = 0.2, least: int = 5) -> Timing:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
+    with recording(captured):
         for call in calls:
             call()
-    captured.replay()
-    torch.cuda.synchronize()
+    return captured.replay
 
-    def sample() -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        captured.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
 
-    once = sample()
-    repeats = max(least, min(100, int(budget * 1e3 / max(once, 1e-3))))
-    return Timing.of([sample() / len(calls) for _ in range(repeats)])
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Work inside is recorded. Where it fails, the generator would be left as if a recording were still under way and
+    refuse to draw, so it gets the state it had."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            yield
+    except RuntimeError:
+        generator.graphsafe_set_state(before)
+        raise
 
 
 def sets_for(set_bytes: int, device: torch.device, *, most: int = 64) -> int:
@@ -164,3 +181,12 @@ def copy_bandwidth(device: torch.device) -> float:
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def clean(device: torch.device, *, compiled: bool = True) -> None:
+    """Give back what a model that is gone held of the device and the compiler."""
+    if compiled:
+        torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -4,13 +4,13 @@ The softmax model is timm's own, with its fused SDPA. Inference runs in the chos
 cross-entropy, backward and AdamW under autocast with float32 weights. Both models are first held against their own
 float64 selves on one image, a compiled training step against the eager one; one that is off gets no speed. Then they
 are timed by turns, so that whatever happens to the machine meantime happens to both. The mode `graph` is the compiled
-model replayed as a CUDA graph, by the device's own clock: what the host needs to send the work is not in it.
+model replayed as a CUDA graph: what the host needs to send the work is not in it.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -27,6 +27,7 @@ from linvit.measurement.speed import DTYPES, failure, relative_rms
 
 PASSES = ("inference", "training")
 MODES = ("eager", "compiled", "graph")
+KEY = ("resolution", "batch", "pass", "mode", "attention")
 # Relative RMS of the logits against float64. Half precision rounds after every layer, and a dozen of them add up.
 TOLERANCES = {"bf16": 8e-2, "fp16": 2e-2, "fp32": 1e-3}
 
@@ -61,12 +62,13 @@ def sweep(
                 setting = {"resolution": resolution(size), "batch": batch, "pass": which, "mode": mode}
                 rows = [{**setting, "attention": attention} for attention in models]
                 rows = [row for row in rows if key(row) not in done]
-                yield from measure(rows, models, size, dtype, device, budget=budget)
+                yield from measure(rows, models, size, dtype, device, budget)
+                clock.clean(device)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What tells a row from the others of its file."""
-    return tuple(row[name] for name in ("resolution", "batch", "pass", "mode", "attention"))
+    return tuple(row[name] for name in KEY)
 
 
 def resolution(size: tuple[int, int]) -> int | str:
@@ -96,61 +98,61 @@ def measure(
     size: tuple[int, int],
     dtype: str,
     device: torch.device,
-    *,
-    budget: float = 1.0,
+    budget: float,
 ) -> list[dict[str, Any]]:
     """The rows of one setting, a model each: the error of the logits first, then peak memory, and last the times of all
     that are right, by turns; or why there are none."""
-    calls: list[Callable[[], object]] = []
-    found: list[dict[str, Any]] = []
-    try:
-        for row in rows:
-            run, result = prepare(row, models[row["attention"]], size, dtype, device)
-            found.append(row | result)
-            calls += [run] if run is not None else []
-        right = [row for row in found if row["status"] == "ok"]
+    ready: list[tuple[dict[str, Any], Callable[[], object]]] = []
+    for row in rows:
         try:
-            times = timed(calls, rows[0]["mode"], device, budget) if calls else []
+            run, error = prepare(row, models[row["attention"]]().to(device), size, dtype)
+            row |= {"status": "wrong" if run is None else "ok", "error": min(error, 1e30)}
+            if run is not None:
+                row["peak_bytes"] = clock.peak_memory(run, device)
+                ready.append((row, run))
+        except LinvitError:
+            raise
         except Exception as error:  # a setting that fails must not cost those that are still to come
-            for row in right:
-                row |= failure(error)
-        else:
-            for row, timing in zip(right, times, strict=True):
-                row |= {"images_per_second": row["batch"] / timing.median * 1e3, "ms": asdict(timing)}
-        return found
-    finally:
-        calls.clear()
-        torch._dynamo.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+            row |= failure(error)
+    try:
+        calls = [clock.record([run]) if row["mode"] == "graph" else run for row, run in ready]
+        for (row, _), timing in zip(ready, clock.by_turns(calls, device, budget=budget) if calls else [], strict=True):
+            row |= {"images_per_second": row["batch"] / timing.median * 1e3, "ms": asdict(timing)}
+    except Exception as error:
+        for row, _ in ready:
+            row |= failure(error)
+    return rows
 
 
 def prepare(
-    row: dict[str, Any], make: Callable[[], nn.Module], size: tuple[int, int], dtype: str, device: torch.device
-) -> tuple[Callable[[], object] | None, dict[str, Any]]:
-    """What is to be timed, if it is right; its error and peak memory, or what is wrong."""
-    try:
-        model = make().to(device)
-        generator = torch.Generator(device).manual_seed(0)
-        images = torch.randn(row["batch"], 3, *size, generator=generator, device=device)
-        run, error = (_training if row["pass"] == "training" else _inference)(model, row, dtype, images)
-        if not error <= TOLERANCES[dtype]:
-            return None, {"status": "wrong", "error": min(error, 1e30)}
-        for _ in range(3):
-            run()
-        model.zero_grad(set_to_none=True)  # a step's gradients count as its own
-        return run, {"status": "ok", "error": error, "peak_bytes": clock.peak_memory(run, device)}
-    except LinvitError:
-        raise
-    except Exception as error:
-        return None, failure(error)
-
-
-def timed(calls: clock.Calls, mode: str, device: torch.device, budget: float) -> list[clock.Timing]:
-    if mode == "graph":
-        return [clock.graph([call], budget=budget) for call in calls]
-    return clock.by_turns(calls, device, latency=False, budget=budget)
+    row: dict[str, Any], model: nn.Module, size: tuple[int, int], dtype: str
+) -> tuple[Callable[[], Tensor] | None, float]:
+    """What is to be timed, warm, unless it is wrong; and the error of its logits."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
+    images = torch.randn(row["batch"], 3, *size, generator=generator, device=device)
+    truth, compiled = exact_logits(model, images[:1]), row["mode"] != "eager"
+    if row["pass"] == "inference":
+        run = inference_call(model, images, dtype, compiled=compiled)
+        error = relative_rms(run()[:1], truth)
+    else:
+        with torch.no_grad():
+            error = relative_rms(autocast_logits(model.eval(), images[:1], dtype), truth)
+        forward: Callable[[Tensor], Tensor] = model.train()
+        if compiled:
+            plain = autocast_logits(model, images, dtype).detach()
+            forward = torch.compile(model, dynamic=False)
+            error = max(error, relative_rms(autocast_logits(forward, images, dtype).detach(), plain))
+        run = training_call(model, images, dtype, forward=forward, recorded=row["mode"] == "graph")
+        run()
+        if not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
+            error = float("inf")
+    if not error <= TOLERANCES[dtype]:
+        return None, error
+    for _ in range(3):
+        run()
+    model.zero_grad(set_to_none=True)  # a step's gradients count as its own
+    return run, error
 
 
 def inference_call(model: nn.Module, images: Tensor, dtype: str, *, compiled: bool = False) -> Callable[[], Tensor]:
@@ -196,33 +198,28 @@ def autocast_logits(forward: Callable[[Tensor], Tensor], images: Tensor, dtype: 
         return forward(images).float()
 
 
-def _inference(model: nn.Module, row: dict[str, Any], dtype: str, images: Tensor) -> tuple[Callable[[], object], float]:
-    truth = _exact_logits(model.eval(), images[:1])
-    infer = inference_call(model, images, dtype, compiled=row["mode"] != "eager")
-    return infer, relative_rms(infer()[:1], truth)
-
-
-def _training(model: nn.Module, row: dict[str, Any], dtype: str, images: Tensor) -> tuple[Callable[[], object], float]:
-    truth = _exact_logits(model.eval(), images[:1])
-    with torch.no_grad():
-        error = relative_rms(autocast_logits(model, images[:1], dtype), truth)
-    forward: Callable[[Tensor], Tensor] = model.train()
-    if row["mode"] != "eager":
-        plain = autocast_logits(model, images, dtype).detach()
-        forward = torch.compile(model, dynamic=False)
-        error = max(error, relative_rms(autocast_logits(forward, images, dtype).detach(), plain))
-    step = training_call(model, images, dtype, forward=forward, recorded=row["mode"] == "graph")
-    step()
-    if not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
-        error = float("inf")
-    return step, error
-
-
-def _exact_logits(model: nn.Module, image: Tensor) -> Tensor:
+def exact_logits(model: nn.Module, images: Tensor) -> Tensor:
     """The same weights in float64, every mechanism on its plain reference."""
-    twin = copy.deepcopy(model).double()
+    twin = copy.deepcopy(model).double().eval()
     for module in twin.modules():
         if isinstance(module, Mechanism):
             module.impl = "reference"
     with torch.inference_mode():
-        return twin(image.double())
+        return twin(images.double())
+
+
+def compare_models(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each resolution, pass and mode: images per second of both, their ratio, and the ratio of the peaks."""
+    groups: defaultdict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in result["rows"]:
+        groups[key(row)[:-1]][row["attention"]] = row
+    lines = []
+    for setting, rows in groups.items():
+        line: dict[str, Any] = dict(zip(KEY, setting, strict=False)) | {"rows": rows}
+        line["ratio"] = line["memory_ratio"] = None
+        if len(rows) == 2 and all(row["status"] == "ok" for row in rows.values()):
+            softmax, converted = rows["softmax"], rows["converted"]
+            line["ratio"] = converted["images_per_second"] / softmax["images_per_second"]
+            line["memory_ratio"] = converted["peak_bytes"] / softmax["peak_bytes"]
+        lines.append(line)
+    return lines

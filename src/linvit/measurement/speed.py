@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,7 +28,8 @@ from linvit.attention import Mechanism, TokenGrid, create_attention
 from linvit.errors import LinvitError, unknown
 from linvit.measurement import clock
 
-IMPLEMENTATIONS = ("ours", "sdpa", "reference", "compiled")
+OTHERS = ("sdpa", "reference", "compiled")
+IMPLEMENTATIONS = ("ours", *OTHERS)
 PASSES = ("forward", "forward+backward")
 KEY = ("batch", "heads", "head_dim", "tokens", "bias", "implementation", "pass")
 ELEMENTS = {"forward": 4, "forward+backward": 11}
@@ -112,33 +114,28 @@ def implementations(
             raise LinvitError(f"{mechanism} cannot honour a bias on the logits")
         bias = nn.Parameter(torch.randn(1, shape.heads, shape.tokens, shape.tokens, device=device))
         learned = (bias,)
-    exact = partial(_attend, truth, shape.grid, bias)
+
+    def ask(answer: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Any:
+        return answer(q, k, v, shape.grid, bias=bias, x=x if ours.capabilities.input else None)
+
+    def attend(module: Mechanism, *given: Tensor) -> Tensor:
+        return _merge(ask(module, *given))
+
+    exact = partial(attend, truth)
 
     def running(module: Mechanism, compiled: bool = False) -> Implementation:
-        attend: Attention = partial(_attend, module, shape.grid, bias)
+        attention: Attention = partial(attend, module)
         if compiled:
             torch._dynamo.reset()
-            attend = torch.compile(attend, dynamic=False)
-        return Implementation(attend, exact, (*module.parameters(), *learned))
+            attention = torch.compile(attention, dynamic=False)
+        return Implementation(attention, exact, (*module.parameters(), *learned))
 
     return {
-        "ours": lambda: replace(running(ours), why_reference=partial(_why_reference, ours, shape.grid, bias)),
+        "ours": lambda: replace(running(ours), why_reference=partial(ask, ours.why_reference)),
         "sdpa": lambda: Implementation(partial(_sdpa, bias), partial(_softmax, bias), learned),
         "reference": lambda: running(plain),
         "compiled": lambda: running(plain, compiled=True),
     }
-
-
-def _attend(
-    mechanism: Mechanism, grid: TokenGrid, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor
-) -> Tensor:
-    return _merge(mechanism(q, k, v, grid, bias=bias, x=x if mechanism.capabilities.input else None))
-
-
-def _why_reference(
-    mechanism: Mechanism, grid: TokenGrid, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor
-) -> str | None:
-    return mechanism.why_reference(q, k, v, grid, bias=bias, x=x if mechanism.capabilities.input else None)
 
 
 def _sdpa(bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
@@ -237,8 +234,7 @@ def measure(
     dtype: str,
     device: torch.device,
     truths: Truths,
-    *,
-    budget: float = 0.2,
+    budget: float,
 ) -> dict[str, Any]:
     """What a row says: errors first, then times and memory, or why there are none."""
     try:
@@ -250,8 +246,17 @@ def measure(
             return {"status": "wrong", "errors": {n: min(e, 1e30) for n, e in errors.items()}}
         reason = implementation.why_reference(*inputs.unpacked(inputs.packed), inputs.x)
         del inputs
-        row = {"status": "ok", "errors": errors} | ({} if reason is None else {"why_reference": reason})
-        return row | _time(implementation, shape, which, dtype, device, budget)
+        row: dict[str, Any] = {"status": "ok", "errors": errors}
+        row |= {} if reason is None else {"why_reference": reason}
+        count = clock.sets_for(4 * shape.elements * DTYPES[dtype].itemsize, device)
+        sets = [Inputs(shape, DTYPES[dtype], device, seed) for seed in range(count)]
+        calls = [partial(s.call, implementation.attend, which, implementation.parameters) for s in sets]
+        row |= {"peak_bytes": clock.peak_memory(calls[0], device), "input_sets": count}
+        if device.type == "cpu":
+            return row | {"eager_ms": asdict(clock.eager(calls, device, budget=budget))}
+        row["graph_ms"] = asdict(clock.graph(calls, budget=budget))
+        row["eager_ms"] = asdict(clock.eager(calls, device, budget=max(0.015, budget / 4), least=2))
+        return row
     except LinvitError:
         raise
     except Exception as error:  # a compiler or a driver that fails must not cost the rows that are still to come
@@ -267,21 +272,6 @@ def failure(error: Exception) -> dict[str, Any]:
         gc.collect()
         return {"status": "out of memory"}
     return {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-
-
-def _time(
-    implementation: Implementation, shape: OpShape, which: str, dtype: str, device: torch.device, budget: float
-) -> dict[str, Any]:
-    set_bytes = 4 * shape.elements * DTYPES[dtype].itemsize
-    sets = [Inputs(shape, DTYPES[dtype], device, seed) for seed in range(clock.sets_for(set_bytes, device))]
-    calls = [partial(s.call, implementation.attend, which, implementation.parameters) for s in sets]
-    row: dict[str, Any] = {"peak_bytes": clock.peak_memory(calls[0], device), "input_sets": len(sets)}
-    if device.type == "cuda":
-        row["graph_ms"] = asdict(clock.graph(calls, budget=budget))
-        row["eager_ms"] = asdict(clock.eager(calls, device, budget=max(0.015, budget / 4), least=2))
-    else:
-        row["eager_ms"] = asdict(clock.eager(calls, device, budget=budget))
-    return row
 
 
 def sweep(
@@ -310,7 +300,7 @@ def sweep(
             name, which = row["implementation"], row["pass"]
             if name not in found:
                 raise unknown("implementation", name, found)
-            yield row | measure(found[name], shape, which, dtype, device, truths, budget=budget)
+            yield row | measure(found[name], shape, which, dtype, device, truths, budget)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -323,3 +313,20 @@ def time_of(row: dict[str, Any]) -> float | None:
     if row["status"] != "ok":
         return None
     return float(row.get("graph_ms", row["eager_ms"])["median"])
+
+
+def compare_op(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each shape and pass: the floor, our time over it, and how many times faster we are than each other."""
+    groups: defaultdict[tuple[OpShape, str], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in result["rows"]:
+        shape = OpShape(row["batch"], row["heads"], row["head_dim"], row["tokens"], row.get("bias", False))
+        groups[shape, row["pass"]][row["implementation"]] = row
+    lines = []
+    for (shape, which), rows in groups.items():
+        times = {name: time_of(row) for name, row in rows.items()}
+        floor, ours = floor_ms(shape, which, result["dtype"], result["bandwidth"]), times.get("ours")
+        line: dict[str, Any] = {"shape": shape, "pass": which, "floor_ms": floor, "ms": times, "rows": rows}
+        line["times_floor"] = ours / floor if ours else None
+        line["faster_than"] = {name: time / ours if ours and (time := times.get(name)) else None for name in OTHERS}
+        lines.append(line)
+    return lines

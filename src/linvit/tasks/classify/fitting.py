@@ -43,7 +43,7 @@ Split = Images | Stream
 @dataclass(frozen=True)
 class Sets:
     """What a run learns from and is validated on, and how images get to the device. `held` are decoded sets that
-    several runs in one process share."""
+    several runs in one process share; `decoder` is the streamed loader's."""
 
     train: Split
     validation: Split | None = None
@@ -51,6 +51,7 @@ class Sets:
     workers: int = 0
     progress: Progress = quiet
     held: Held | None = None
+    decoder: str = "auto"
 
     def __post_init__(self) -> None:
         if self.loader not in LOADERS:
@@ -82,7 +83,7 @@ class Sets:
         place |= {"repeats": config.repeats, "augmentation": augmentation}
         batch = config.batch_size // (processes.world * config.accumulate)
         if not self.resident(split, preprocessing.size):
-            place |= {"device": processes.device, "workers": self.workers}
+            place |= {"device": processes.device, "workers": self.workers, "decoder": self.decoder}
             return Streamed(split, preprocessing, batch, classes, compile=compiles(config, processes.device), **place)
         training = augmentation is not None
         how: dict[str, Any] = {"progress": self.progress, "held": self.held}

@@ -86,6 +86,13 @@ class Streamed(Batches):
             self.kept = self.loader(self.reader, sampler=self.requests, persistent_workers=self.workers > 0)
         return self.kept
 
+    def close(self) -> None:
+        """End the workers that stay. Others must not be started while they run: those would inherit this loader, and
+        complain at their end that its workers are not theirs."""
+        if self.kept is not None and self.kept._iterator is not None and self.workers:
+            self.kept._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        self.kept = None
+
     def loader(self, dataset: Any, **options: Any) -> DataLoader:
         return DataLoader(
             dataset,

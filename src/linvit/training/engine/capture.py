@@ -8,14 +8,14 @@ not, and a resumed run equals an uninterrupted one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as trees
 
+from linvit.measurement.clock import recording
 from linvit.training.config import Config
 from linvit.training.contract import Batch
 from linvit.training.processes import Processes
@@ -87,20 +87,6 @@ def replay(made: Recording, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         place.copy_(tensor)
     graph.replay()
     return results
-
-
-@contextmanager
-def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Work inside is recorded. Where it fails, the generator would be left as if a recording were still under way and
-    refuse to draw, so it gets the state it had."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    before = generator.clone_state()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            yield
-    except RuntimeError:
-        generator.graphsafe_set_state(before)
-        raise
 
 
 class Replayed:

@@ -10,7 +10,6 @@ mechanisms alike. Where one of the two cannot be recorded, both are timed as the
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -36,12 +35,16 @@ from linvit.errors import LinvitError
 from linvit.measurement import clock
 from linvit.measurement.model_speed import inference_call, training_call
 from linvit.measurement.record import environment
-from linvit.training.engine.capture import recording
+from linvit.measurement.speed import failure
 
 BUDGETS = {"cpu": 0.4, "cuda": 0.15}  # seconds for each point and model
 SLOW, SLOW_BATCH = 5.0, 3.0  # a pass that is likely to take more seconds is left out
 TRAINING = 4.0  # times an inference, when a training step's time is guessed
 Call = Callable[[], Tensor]
+
+
+class NotTimed(LinvitError):
+    """Why a row has no time."""
 
 
 class Contender:
@@ -50,16 +53,21 @@ class Contender:
     def __init__(self, structure: Structure, candidate: Candidate) -> None:
         self.structure = replace(structure, candidate=candidate)
         self.model: nn.Module | None = None
+        self.failed = ""  # why there is none
         self.tokens, self.degree = 1, 2
         self.seen: tuple[int, float] | None = None  # tokens and seconds of an image, to guess the next from
 
     def build(self, size: int, device: torch.device) -> None:
+        """Build for a size, or note why that cannot be."""
         self.model = None
-        model = build_model(replace(self.structure, size=size))
-        self.tokens = tokens_of(model, size) or size**2
-        hosts = [module for _, module in find_hosts(model)]
-        self.degree = 1 if all(isinstance(h, Host) and h.mechanism.capabilities.linear for h in hosts) else 2
-        self.model = model.to(device)
+        try:
+            model = build_model(replace(self.structure, size=size))
+            self.tokens = tokens_of(model, size) or size**2
+            hosts = [module for _, module in find_hosts(model)]
+            self.degree = 1 if all(isinstance(h, Host) and h.mechanism.capabilities.linear for h in hosts) else 2
+            self.model = model.to(device)
+        except (LinvitError, torch.OutOfMemoryError) as error:
+            self.failed = reason_of(error)
 
     def guess(self, point: SpeedPoint) -> float:
         """About how many seconds a pass will take; 0 before anything is known."""
@@ -71,7 +79,8 @@ class Contender:
 
     def call(self, point: SpeedPoint) -> Call:
         """The pass to be timed, after its output has shown to be finite."""
-        assert self.model is not None
+        if self.model is None:
+            raise NotTimed(self.failed)
         if (seconds := self.guess(point)) > (SLOW if point.batch == 1 else SLOW_BATCH):
             raise NotTimed(f"left out: about {seconds:.0f} s a pass")
         generator = torch.Generator(point.device).manual_seed(0)
@@ -90,10 +99,6 @@ class Contender:
     def learn(self, point: SpeedPoint, milliseconds: float) -> None:
         if point.what == "inference":
             self.seen = (self.tokens, milliseconds / 1e3 / point.batch)
-
-
-class NotTimed(Exception):
-    """Why a row has no time."""
 
 
 def measure_speed(
@@ -124,19 +129,11 @@ def ladder(identity: SpeedIdentity, device: torch.device, budget: float) -> Iter
     ours = Contender(identity, identity.candidate)
     softmax = ours if identity.candidate == SOFTMAX else Contender(identity, SOFTMAX)
     for size in sorted(identity.ladder):
-        failed = {contender: try_building(contender, size, device) for contender in dict.fromkeys((ours, softmax))}
+        for contender in {ours, softmax}:
+            contender.build(size, device)
         for point in points(identity, size, device):
-            yield time_point(point, ours, softmax, failed, budget)
-            clean(point)
-
-
-def try_building(contender: Contender, size: int, device: torch.device) -> str | None:
-    """Build for a size; why that cannot be, if so."""
-    try:
-        contender.build(size, device)
-    except (LinvitError, torch.OutOfMemoryError) as error:
-        return reason_of(error)
-    return None
+            yield time_point(point, ours, softmax, budget)
+            clock.clean(device, compiled=point.compiled)
 
 
 def points(identity: SpeedIdentity, size: int, device: torch.device) -> Iterator[SpeedPoint]:
@@ -159,30 +156,30 @@ def points(identity: SpeedIdentity, size: int, device: torch.device) -> Iterator
         yield replace(latency, batch=identity.batch, what="training")
 
 
-def time_point(
-    wanted: SpeedPoint, ours: Contender, softmax: Contender, failed: Mapping[Contender, str | None], budget: float
-) -> SpeedPoint:
+def time_point(wanted: SpeedPoint, ours: Contender, softmax: Contender, budget: float) -> SpeedPoint:
     """One row. Softmax is timed by turns with the candidate; where it cannot do this, there is no ratio."""
-    point = replace(wanted, tokens=ours.tokens)
+    point, device = replace(wanted, tokens=ours.tokens), torch.device(wanted.device)
     calls: dict[Contender, Call] = {}
     for contender in dict.fromkeys((ours, softmax)):
-        note = failed[contender] or prepare(contender, point, calls)
-        if note is not None and contender is ours:
-            return replace(point, note=note, cuda_graph=False)
+        try:
+            calls[contender] = contender.call(point)
+        except Exception as error:  # a compiler or kernel that fails must not cost the rows that are still to come
+            clock.clean(device, compiled=point.compiled)
+            if contender is ours:
+                return replace(point, note=reason_of(error), cuda_graph=False)
     assert ours.model is not None
     ours.model.zero_grad(set_to_none=True)  # a step's gradients count as its own
     peak, replayed = None, False
-    found: list[clock.Timing] = []
+    times: dict[Contender, clock.Timing] = {}
     try:
-        peak = clock.peak_memory(calls[ours], torch.device(point.device))
-        replayed, found = clocked(calls, point, budget)
+        peak = clock.peak_memory(calls[ours], device)
+        replayed, times = clocked(calls, point, budget)
     except torch.OutOfMemoryError:
         pass
-    if not found:  # both at once do not fit
+    if not times:  # both at once do not fit
         calls = {ours: calls[ours]}
-        clean(point)
-        replayed, found = clocked(calls, point, budget)
-    times = dict(zip(calls, found, strict=True))
+        clock.clean(device, compiled=point.compiled)
+        replayed, times = clocked(calls, point, budget)
     for contender, timing in times.items():
         contender.learn(point, timing.low)
     own = times[ours]
@@ -196,61 +193,25 @@ def time_point(
     )
 
 
-def clocked(calls: Mapping[Contender, Call], point: SpeedPoint, budget: float) -> tuple[bool, list[clock.Timing]]:
-    """The times of the calls, by turns, and whether they were replayed."""
-    timed, replayed = list(calls.values()), point.cuda_graph
+def clocked(
+    calls: Mapping[Contender, Call], point: SpeedPoint, budget: float
+) -> tuple[bool, dict[Contender, clock.Timing]]:
+    """Whether the calls were replayed, and their times, by turns."""
+    timed, replayed = list[Callable[[], object]](calls.values()), point.cuda_graph
     if replayed:
         try:
-            timed = [record(call) for call in timed]
+            timed = [clock.record([call]) for call in timed]
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # something in one of them asks the host
             timed, replayed = list(calls.values()), False
-    return replayed, clock.by_turns(timed, torch.device(point.device), latency=point.batch == 1, budget=budget)
-
-
-def record(call: Call) -> Call:
-    """A pass as a CUDA graph, which one call starts."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with recording(graph):
-        result = call()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return result
-
-    return replay
-
-
-def prepare(contender: Contender, point: SpeedPoint, calls: dict[Contender, Call]) -> str | None:
-    """Add the contender's pass to the calls; why there is none, if so."""
-    try:
-        calls[contender] = contender.call(point)
-    except Exception as error:  # a compiler or kernel that fails must not cost the rows that are still to come
-        calls.pop(contender, None)
-        clean(point)
-        return reason_of(error)
-    return None
+    found = clock.by_turns(timed, torch.device(point.device), latency=point.batch == 1, budget=budget)
+    return replayed, dict(zip(calls, found, strict=True))
 
 
 def reason_of(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    return line if isinstance(error, LinvitError | NotTimed) else f"{type(error).__name__}: {line}"
-
-
-def clean(point: SpeedPoint) -> None:
-    if point.compiled:
-        torch._dynamo.reset()
-    gc.collect()
-    if point.device == "cuda":
-        torch.cuda.empty_cache()
+    found = failure(error)
+    return str(error) if isinstance(error, LinvitError) else found.get("reason", found["status"])
 
 
 def tokens_of(model: nn.Module, size: int) -> int | None:
