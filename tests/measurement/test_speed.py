@@ -47,7 +47,7 @@ def test_a_bias_is_measured_with_its_gradient() -> None:
     found = list(speed.sweep("relu_quadratic", [shape], dtype="fp32", device=CPU, compared=compared, budget=0.005))
     assert len(found) == 6 and all(row["status"] == "ok" and row["bias"] for row in found)
     build = speed.implementations("relu_quadratic", {}, shape, CPU)
-    inputs = speed.Inputs(shape, torch.float32, CPU, 0)
+    inputs = speed.Inputs.draw(shape, "fp32", CPU, 0)
     gradients = []
     for name in ("ours", "reference"):
         made = build[name]()

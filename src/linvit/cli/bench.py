@@ -192,13 +192,13 @@ def scaling(
         if name not in {n for n, _ in found}:
             raise LinvitError(f"'{name}' is not a mechanism that is declared linear; see `linvit list`")
     found = [(n, v) for n, v in found if not mechanism or n in mechanism]
-    measured = (measurement.scaling(name, variant, tokens=tokens) for name, variant in found)
+    measured = (measurement.scaling(name, variant, tokens) for name, variant in found)
     results = list(tracked(measured, "doubling the tokens", len(found)))
     if as_json:
-        print_json([result.as_dict() for result in results])
+        print_json(results)
     else:
         print_scaling(results)
-    if not all(result.linear for result in results):
+    if not all(result["linear"] for result in results):
         raise typer.Exit(1)
 
 

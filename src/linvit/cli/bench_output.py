@@ -11,7 +11,6 @@ from rich.table import Table
 
 from linvit.cli.output import table
 from linvit.measurement.model_speed import compare_models
-from linvit.measurement.scaling import LIMIT, Scaling
 from linvit.measurement.speed import OTHERS, compare_op
 
 MEBI = 2**20
@@ -55,14 +54,12 @@ def print_model(result: dict[str, Any]) -> None:
     _print(made)
 
 
-def print_scaling(results: list[Scaling]) -> None:
-    tokens = results[0].tokens if results else 0
-    made = table(
-        mechanism=11, variant=10, **{f"{tokens:,} tokens": -12, f"{2 * tokens:,} tokens": -12, "ratio": -5, "": 0}
-    )
+def print_scaling(results: list[dict[str, Any]]) -> None:
+    headings = [f"{tokens:,} tokens" for tokens in results[0]["tokens"]] if results else []
+    made = table(mechanism=11, variant=10, **dict.fromkeys(headings, -12), **{"ratio": -5, "": 0})
     for r in results:
-        times = (f"{r.single_ms:.2f} ms", f"{r.double_ms:.2f} ms")
-        made.add_row(r.name, r.variant, *times, f"{r.ratio:.2f}", "" if r.linear else f"over {LIMIT}")
+        times, over = (f"{ms:.2f} ms" for ms in r["ms"]), "" if r["linear"] else f"over {r['limit']}"
+        made.add_row(r["mechanism"], r["variant"], *times, f"{r['ratio']:.2f}", over)
     _print(made)
 
 

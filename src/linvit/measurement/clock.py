@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from statistics import median, quantiles
 
 import torch
-from torch import Tensor
 
 Calls = Sequence[Callable[[], object]]
 MEBI = 2**20
@@ -85,7 +85,7 @@ def eager(calls: Calls, device: torch.device, *, budget: float = 0.3, least: int
     return by_turns([lambda: next(turn)()], device, budget=budget, least=least)[0]
 
 
-def graph(calls: Calls, *, budget: float = 0.2, least: int = 5) -> Timing:
+def graph(calls: Calls, *, budget: float = 0.2) -> Timing:
     """The calls, once each, as one CUDA graph; its replays are timed with device events."""
     replay = record(calls)
     replay()
@@ -99,7 +99,7 @@ def graph(calls: Calls, *, budget: float = 0.2, least: int = 5) -> Timing:
         return float(start.elapsed_time(end))
 
     torch.cuda.synchronize()
-    repeats = max(least, min(100, int(budget * 1e3 / max(replayed(), 1e-3))))
+    repeats = max(5, min(100, int(budget * 1e3 / max(replayed(), 1e-3))))
     return Timing.of([replayed() / len(calls) for _ in range(repeats)])
 
 
@@ -134,10 +134,10 @@ def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         raise
 
 
-def sets_for(set_bytes: int, device: torch.device, *, most: int = 64) -> int:
+def sets_for(set_bytes: int, device: torch.device) -> int:
     """How many sets of inputs to take in turn so that none is still in the last-level cache when its turn comes."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 * MEBI
-    return max(1, min(most if device.type == "cuda" else 4, -(-2 * cache // max(set_bytes, 1))))
+    return max(1, min(64 if device.type == "cuda" else 4, -(-2 * cache // max(set_bytes, 1))))
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
@@ -169,11 +169,7 @@ def copy_bandwidth(device: torch.device) -> float:
     """
     size = (2048 if device.type == "cuda" else 128) * MEBI
     source = torch.rand(size // 4, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> Tensor:
-        return target.copy_(source)
-
+    copy = partial(torch.empty_like(source).copy_, source)
     copy()
     return 2 * size / (eager([copy], device).low * 1e-3)
 

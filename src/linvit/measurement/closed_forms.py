@@ -12,11 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def product_variance(d: int) -> float:
-    """Theorem 5.1: Var(q·k) = d."""
-    return float(d)
-
-
 def relu_product_mean(d: int) -> float:
     """E[relu(q)·relu(k)] = d/2π, which the theorems leave out: E[relu] = 1/√2π for each factor."""
     return d / (2 * pi)
@@ -79,9 +74,7 @@ def softmax_kernel_mean(d: int) -> float:
     return float((1 - 1 / d) ** (-d / 2))
 
 
-def taylor_mean(d: int) -> float:
-    """E[1 + x + x²/2] at x = q·k/√d. The compact form has the same mean."""
-    return 1.5
+TAYLOR_MEAN = 1.5  # E[1 + x + x²/2] at x = q·k/√d; the compact form has the same mean
 
 
 def taylor_variance(d: int) -> float:

@@ -1,4 +1,5 @@
-"""Counting multiply-accumulates (MACs) by a dry run on the meta device: no weights are copied, nothing is computed.
+"""Counting parameters, and multiply-accumulates (MACs) by a dry run on the meta device: no weights are copied, nothing
+is computed.
 
 Contractions (matrix products, convolutions, einsum) come from `torch.utils.flop_counter`, which counts two per MAC.
 Inside a mechanism its own formula takes the place of what the counter saw, so a fused kernel and its reference cost
@@ -12,7 +13,7 @@ the same. Two conventions:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -46,6 +47,16 @@ class Macs:
         return self.attention + self.other + (self.normalised if convention == "fvcore" else 0)
 
 
+def count_parameters(model: nn.Module, *, without: type[nn.Module] | None = None) -> int:
+    """Trainable parameters, shared ones once; frozen ones do not count.
+
+    `without` leaves out the parameters of all modules of a kind: some papers count so.
+    """
+    kinds = [] if without is None else [module for module in model.modules() if isinstance(module, without)]
+    left_out = {id(p) for module in kinds for p in module.parameters()}
+    return sum(p.numel() for p in model.parameters() if p.requires_grad and id(p) not in left_out)
+
+
 def count_macs(model: nn.Module, size: Sequence[int] = (3, 224, 224), convention: str = "macs") -> int:
     """MACs of one picture of `size`, `(channels, height, width)`, through `model` at inference."""
     return measure_macs(model, size).total(convention)
@@ -57,16 +68,17 @@ def measure_macs(model: nn.Module, size: Sequence[int] = (3, 224, 224)) -> Macs:
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
     picture = torch.empty(1, *size, device="meta", dtype=dtype)
-    ledger = Ledger()
+    ledger, modes = Ledger(), {module: module.training for module in model.modules()}
     try:
         # the plain form of SDPA is matrix products; what its fused forms count depends on the version of torch
-        with evaluating(model), torch.no_grad(), torch.device("meta"), sdpa_kernel(SDPBackend.MATH), ledger.counting():
-            torch.func.functional_call(model, meta, (picture,))
+        with torch.no_grad(), torch.device("meta"), sdpa_kernel(SDPBackend.MATH), ledger.counting():
+            torch.func.functional_call(model.eval(), meta, (picture,))
     except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise LinvitError(
-            f"{type(model).__name__} cannot run without data, so it cannot be counted: {reason}"
-        ) from error
+        reason = f"cannot run without data, so it cannot be counted: {str(error).partition(chr(10))[0]}"
+        raise LinvitError(f"{type(model).__name__} {reason}") from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
     return Macs(ledger.attention, ledger.products - ledger.replaced, ledger.normalised)
 
 
@@ -90,13 +102,8 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def counting(self) -> Iterator[None]:
         enter = register_module_forward_pre_hook(self.enter)
-        leave = register_module_forward_hook(self.leave, with_kwargs=True)
-        try:
-            with self.counter, self:
-                yield
-        finally:
-            enter.remove()
-            leave.remove()
+        with enter, register_module_forward_hook(self.leave, with_kwargs=True), self.counter, self:
+            yield
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, Mechanism):
@@ -134,20 +141,13 @@ NORMS = {  # the operator, and where its weight stands
 }
 
 
-def vector_flops(a: Sequence[int], b: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    return 2 * prod(a)
+def vector_flops(*shapes: Sequence[int], **kwargs: Any) -> int:
+    """Of a product with a vector: the matrix is the largest of what is given."""
+    return 2 * max(prod(shape) for shape in shapes)
 
 
-def added_vector_flops(a: Sequence[int], b: Sequence[int], c: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    return 2 * prod(b)
-
-
-VECTOR_PRODUCTS: dict[Any, Callable[..., int]] = {  # which torch's own counter passes over
-    aten.mv: vector_flops,
-    aten.dot: vector_flops,
-    aten.vdot: vector_flops,
-    aten.addmv: added_vector_flops,
-}
+# which torch's own counter passes over
+VECTOR_PRODUCTS: dict[Any, Any] = dict.fromkeys((aten.mv, aten.dot, aten.vdot, aten.addmv), vector_flops)
 
 
 def size_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Size:
@@ -158,15 +158,3 @@ def size_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Size:
     grid = given.get("grid") or TokenGrid.line(q.shape[2])
     key_grid = given.get("key_grid") or (grid if k.shape[2] == q.shape[2] else TokenGrid.line(k.shape[2]))
     return Size(q.shape[0], q.shape[1], q.shape[3], given["v"].shape[3], grid, key_grid)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, every module back in its own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -54,26 +55,19 @@ def sweep(
     if "graph" in modes and device.type != "cuda":
         raise LinvitError("the mode graph needs a CUDA device: use eager or compiled")
     random_model(name, sizes[0], args or {}, convert)  # what cannot be converted is told before anything is measured
-    for size, batch in zip(sizes, batches, strict=True):
+    for (size, batch), which, mode in product(zip(sizes, batches, strict=True), passes, modes):
         softmax = partial(random_model, name, size, args or {})
         models = {"softmax": softmax, "converted": partial(softmax, convert)}
-        for which in passes:
-            for mode in modes:
-                setting = {"resolution": resolution(size), "batch": batch, "pass": which, "mode": mode}
-                rows = [{**setting, "attention": attention} for attention in models]
-                rows = [row for row in rows if key(row) not in done]
-                yield from measure(rows, models, size, dtype, device, budget)
-                clock.clean(device)
+        pixels = size[0] if size[0] == size[1] else f"{size[0]}x{size[1]}"
+        setting = {"resolution": pixels, "batch": batch, "pass": which, "mode": mode}
+        rows = [row for attention in models if key(row := {**setting, "attention": attention}) not in done]
+        yield from measure(rows, models, size, dtype, device, budget)
+        clock.clean(device)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What tells a row from the others of its file."""
     return tuple(row[name] for name in KEY)
-
-
-def resolution(size: tuple[int, int]) -> int | str:
-    """A size as result files have it: 224, or 224x320."""
-    return size[0] if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
 def random_model(name: str, size: tuple[int, int], args: dict[str, Any], convert: Convert | None = None) -> nn.Module:

@@ -58,14 +58,10 @@ def hardware(device: torch.device | str) -> str:
 
 def cpu() -> str:
     """The processor's model name where the system tells, else its architecture, with the number of cores."""
-    name = platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    return f"{name}, {os.cpu_count()} cores"
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
 
 
 def package(name: str) -> str | None:
@@ -81,9 +77,8 @@ def commit() -> str | None:
         return os.environ["LINVIT_COMMIT"]
 
     def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(PACKAGE), *args], capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
+        command = ["git", "-C", str(PACKAGE), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
@@ -94,11 +89,8 @@ def commit() -> str | None:
 
 def source_digest() -> str:
     """A hash of the package's own source, which tells two working trees apart where no commit does."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(PACKAGE)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    parts = ((str(path.relative_to(PACKAGE)).encode(), path.read_bytes()) for path in sorted(PACKAGE.rglob("*.py")))
+    return hashlib.sha256(b"".join(part for pair in parts for part in pair)).hexdigest()[:16]
 
 
 class ResultFile:
@@ -112,21 +104,17 @@ class ResultFile:
         self.path = path
         self.written = -math.inf
         self.data: dict[str, Any] = {**head, "environment": environment, "complete": False, "rows": []}
-        if resume:
-            self._take_over(read_result(path))
-        elif path.exists():
+        if path.exists() and not resume:
             raise LinvitError(f"{path} exists and result files are not edited: give another name, or --resume {path}")
-
-    def _take_over(self, old: dict[str, Any]) -> None:
-        for name in self.data.keys() - {"environment", "complete", "rows"}:
-            if old.get(name) != self.data[name]:
-                raise LinvitError(f"{self.path} was measured with {name} {old.get(name)}, not {self.data[name]}")
+        old = read_result(path) if resume else self.data
+        for name, ours in head.items():
+            if old.get(name) != ours:
+                raise LinvitError(f"{path} was measured with {name} {old.get(name)}, not {ours}")
         for name in ("hardware", "torch", "source"):
-            ours, theirs = self.data["environment"][name], old["environment"][name]
+            ours, theirs = environment[name], old["environment"][name]
             if ours != theirs:
-                raise LinvitError(f"{self.path} was measured with {name} {theirs}, this is {ours}: start a new file")
-        self.data["environment"] = old["environment"]
-        self.data["rows"] = old["rows"]
+                raise LinvitError(f"{path} was measured with {name} {theirs}, this is {ours}: start a new file")
+        self.data |= {"environment": old["environment"], "rows": old["rows"]}
 
     @property
     def rows(self) -> list[dict[str, Any]]:

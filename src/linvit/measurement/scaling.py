@@ -6,7 +6,6 @@ import ctypes
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,36 +19,10 @@ LIMIT = 2.6  # twice the work, and room for caches that no longer hold it and fo
 HEADS, HEAD_DIM = 2, 16
 
 
-@dataclass(frozen=True)
-class Scaling:
-    name: str
-    variant: str
-    tokens: int
-    single_ms: float
-    double_ms: float
-
-    @property
-    def ratio(self) -> float:
-        return self.double_ms / self.single_ms
-
-    @property
-    def linear(self) -> bool:
-        return self.ratio < LIMIT
-
-    def as_dict(self) -> dict[str, Any]:
-        tokens, times = [self.tokens, 2 * self.tokens], [self.single_ms, self.double_ms]
-        found = {"mechanism": self.name, "variant": self.variant, "tokens": tokens, "ms": times}
-        return {**found, "ratio": self.ratio, "limit": LIMIT, "linear": self.linear}
-
-
 def linear_mechanisms() -> list[tuple[str, str]]:
     """Every mechanism and variant whose capabilities say it is linear."""
-    found = []
-    for name in list_mechanisms():
-        for variant in mechanism_class(name).variants or ("",):
-            if _create(name, variant, TokenGrid(4, 4)).capabilities.linear:
-                found.append((name, variant))
-    return found
+    every = [(name, variant) for name in list_mechanisms() for variant in mechanism_class(name).variants or ("",)]
+    return [each for each in every if _create(*each, TokenGrid(4, 4)).capabilities.linear]
 
 
 def _create(name: str, variant: str, grid: TokenGrid) -> Any:
@@ -57,7 +30,7 @@ def _create(name: str, variant: str, grid: TokenGrid) -> Any:
     return create_attention(name, heads=HEADS, head_dim=HEAD_DIM, dim=HEADS * HEAD_DIM, grid=grid, **options).eval()
 
 
-def scaling(name: str, variant: str = "", *, tokens: int = 4096, repeats: int = 9, rounds: int = 3) -> Scaling:
+def scaling(name: str, variant: str, tokens: int, *, repeats: int = 9, rounds: int = 3) -> dict[str, Any]:
     """Median times at both sizes, on one thread and by that thread's own clock: others may be busy on the machine.
 
     A ratio over the limit is measured again with twice the calls, at most `rounds` times: noise goes away, N² does not.
@@ -70,12 +43,12 @@ def scaling(name: str, variant: str = "", *, tokens: int = 4096, repeats: int = 
             calls = [_call(name, variant, tokens), _call(name, variant, 2 * tokens)]
             samples = [[_once(call) for call in calls] for _ in range(repeats * 2**attempt)]
             single, double = (median(column) for column in zip(*samples, strict=True))
-            result = Scaling(name, variant, tokens, single, double)
-            if result.linear:
+            if double / single < LIMIT:
                 break
     finally:
         torch.set_num_threads(threads)
-    return result
+    found = {"mechanism": name, "variant": variant, "tokens": [tokens, 2 * tokens], "ms": [single, double]}
+    return {**found, "ratio": double / single, "limit": LIMIT, "linear": double / single < LIMIT}
 
 
 def _call(name: str, variant: str, tokens: int) -> Callable[[], object]:

@@ -35,8 +35,9 @@ KEY = ("batch", "heads", "head_dim", "tokens", "bias", "implementation", "pass")
 ELEMENTS = {"forward": 4, "forward+backward": 11}
 BIASES = {"forward": 1, "forward+backward": 3}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Relative RMS against float64 of the same rounded inputs: output, gradient.
-TOLERANCES = {"bf16": (5e-3, 1e-2), "fp16": (5e-3, 1e-2), "fp32": (1e-3, 1e-3)}
+HALF = {"output": 5e-3, "gradient": 1e-2}
+# Relative RMS against float64 of the same rounded inputs.
+TOLERANCES = {"bf16": HALF, "fp16": HALF, "fp32": {"output": 1e-3, "gradient": 1e-3}}
 CHECKED_BYTES = 4 * 2**30
 ROOMY = 24 * 2**30  # memory that PyTorch may keep between two rows; giving it back and fetching it again takes time
 
@@ -107,13 +108,11 @@ def implementations(
     truth = create_attention(mechanism, **sizes, **options, impl="reference").to(device).double()
     for twin in (plain, truth):
         twin.load_state_dict(ours.state_dict())
-    bias: Tensor | None = None
-    learned: tuple[Tensor, ...] = ()
-    if shape.bias:
-        if not ours.capabilities.bias:
-            raise LinvitError(f"{mechanism} cannot honour a bias on the logits")
-        bias = nn.Parameter(torch.randn(1, shape.heads, shape.tokens, shape.tokens, device=device))
-        learned = (bias,)
+    if shape.bias and not ours.capabilities.bias:
+        raise LinvitError(f"{mechanism} cannot honour a bias on the logits")
+    size = (1, shape.heads, shape.tokens, shape.tokens)
+    bias = nn.Parameter(torch.randn(size, device=device)) if shape.bias else None
+    learned = () if bias is None else (bias,)
 
     def ask(answer: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Any:
         return answer(q, k, v, shape.grid, bias=bias, x=x if ours.capabilities.input else None)
@@ -158,25 +157,23 @@ def _merge(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
+@dataclass(frozen=True)
 class Inputs:
     """One set: the packed projection, the block's input and the output's gradient."""
 
-    def __init__(self, shape: OpShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
+    packed: Tensor
+    x: Tensor
+    gradient: Tensor
 
-        def draw(*size: int) -> Tensor:
-            return torch.randn(*size, generator=generator, device=device).to(dtype)
-
-        channels = shape.heads * shape.head_dim
-        self.packed = draw(shape.batch, shape.tokens, 3, shape.heads, shape.head_dim)
-        self.x = draw(shape.batch, shape.tokens, channels)
-        self.gradient = draw(shape.batch, shape.tokens, channels)
+    @classmethod
+    def draw(cls, shape: OpShape, dtype: str, device: torch.device, seed: int) -> Inputs:
+        generator, outer = torch.Generator(device).manual_seed(seed), (shape.batch, shape.tokens)
+        sizes = [(*outer, 3, shape.heads, shape.head_dim), *[(*outer, shape.heads * shape.head_dim)] * 2]
+        return cls(*(torch.randn(size, generator=generator, device=device).to(DTYPES[dtype]) for size in sizes))
 
     def first(self, batch: int) -> Inputs:
         """The first few images, in float64."""
-        part = object.__new__(Inputs)
-        part.packed, part.x, part.gradient = (t[:batch].double() for t in (self.packed, self.x, self.gradient))
-        return part
+        return Inputs(*(tensor[:batch].double() for tensor in (self.packed, self.x, self.gradient)))
 
     def call(self, attend: Attention, which: str, parameters: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """One pass: the output, and in forward+backward the gradient of the packed projection and of the rest."""
@@ -212,8 +209,7 @@ def check(
     if len(truths.get(implementation.exact, ())) < min(2, len(ours)):
         truth = inputs.first(some).call(implementation.exact, which)
         truths[implementation.exact] = tuple(t.detach() for t in truth[:2])
-    names = ("output", "gradient")
-    pairs = zip(names, ours, truths[implementation.exact], strict=False)
+    pairs = zip(HALF, ours, truths[implementation.exact], strict=False)
     errors = {name: relative_rms(o[:some], t) for name, o, t in pairs}
     if not all(bool(o.isfinite().all()) for o in ours[:2]):
         errors["output"] = math.inf
@@ -239,17 +235,16 @@ def measure(
     """What a row says: errors first, then times and memory, or why there are none."""
     try:
         implementation = make()
-        inputs = Inputs(shape, DTYPES[dtype], device, seed=0)
+        inputs = Inputs.draw(shape, dtype, device, seed=0)
         errors = check(implementation, inputs, shape, which, truths)
-        limits = dict(zip(("output", "gradient"), TOLERANCES[dtype], strict=True))
-        if any(not error <= limits[name] for name, error in errors.items()):
+        if any(not error <= TOLERANCES[dtype][name] for name, error in errors.items()):
             return {"status": "wrong", "errors": {n: min(e, 1e30) for n, e in errors.items()}}
         reason = implementation.why_reference(*inputs.unpacked(inputs.packed), inputs.x)
         del inputs
         row: dict[str, Any] = {"status": "ok", "errors": errors}
         row |= {} if reason is None else {"why_reference": reason}
         count = clock.sets_for(4 * shape.elements * DTYPES[dtype].itemsize, device)
-        sets = [Inputs(shape, DTYPES[dtype], device, seed) for seed in range(count)]
+        sets = [Inputs.draw(shape, dtype, device, seed) for seed in range(count)]
         calls = [partial(s.call, implementation.attend, which, implementation.parameters) for s in sets]
         row |= {"peak_bytes": clock.peak_memory(calls[0], device), "input_sets": count}
         if device.type == "cpu":
@@ -261,9 +256,6 @@ def measure(
         raise
     except Exception as error:  # a compiler or a driver that fails must not cost the rows that are still to come
         return failure(error)
-    finally:
-        if device.type == "cuda" and torch.cuda.memory_reserved(device) > ROOMY:
-            torch.cuda.empty_cache()
 
 
 def failure(error: Exception) -> dict[str, Any]:
@@ -297,10 +289,10 @@ def sweep(
             continue
         found, truths = make(mechanism, options or {}, shape, device), Truths()
         for row in rows:
-            name, which = row["implementation"], row["pass"]
-            if name not in found:
-                raise unknown("implementation", name, found)
-            yield row | measure(found[name], shape, which, dtype, device, truths, budget)
+            made = found[row["implementation"]]
+            yield row | measure(made, shape, row["pass"], dtype, device, truths, budget)
+            if device.type == "cuda" and torch.cuda.memory_reserved(device) > ROOMY:
+                torch.cuda.empty_cache()
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -310,9 +302,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def time_of(row: dict[str, Any]) -> float | None:
     """The median that counts: of the graph where there is one, else of plain calls. None where the check was red."""
-    if row["status"] != "ok":
-        return None
-    return float(row.get("graph_ms", row["eager_ms"])["median"])
+    return float(row.get("graph_ms", row["eager_ms"])["median"]) if row["status"] == "ok" else None
 
 
 def compare_op(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import timm
 import torch
@@ -13,8 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linvit.attention import Mechanism
-from linvit.measurement.macs import count_macs
-from linvit.measurement.parameters import count_parameters
+from linvit.measurement.macs import count_macs, count_parameters
 from linvit.measurement.published import Printed, Table
 
 LEFT_OUT: dict[str, type[nn.Module]] = {"mechanisms": Mechanism, "batch_norm": _BatchNorm}
@@ -67,10 +65,11 @@ def compare_row(printed: Printed, table: Table) -> Compared:
     if not printed.model:
         return not_counted()
     try:
-        model = without_weights(printed.model, **printed.options)
-        ours = their_way = count_parameters(model) / 1e6
-        if printed.left_out:
-            their_way = count_parameters(model, without=LEFT_OUT[printed.left_out]) / 1e6
+        with warnings.catch_warnings(), torch.device("meta"):  # where 246 M parameters cost nothing
+            warnings.simplefilter("ignore")
+            model = timm.create_model(printed.model, **printed.options)
+        ours = count_parameters(model) / 1e6
+        their_way = count_parameters(model, without=LEFT_OUT.get(printed.left_out)) / 1e6
         macs = count_macs(model, printed.size, table.convention) / 1e9
     except Exception as error:  # a table is printed whole, whatever is wrong with one of its rows
         return not_counted(f"{printed.model}: {str(error).partition(chr(10))[0] or type(error).__name__}")
@@ -85,21 +84,9 @@ def compare_row(printed: Printed, table: Table) -> Compared:
     )
 
 
-def without_weights(name: str, **options: Any) -> nn.Module:
-    """A timm model on the meta device, where 246 M parameters cost nothing."""
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")
-        return timm.create_model(name, **options)
-
-
-def half_a_digit(printed: str) -> float:
-    """Half a unit of the last printed digit."""
-    return 0.5 * 10.0 ** -len(printed.partition(".")[2])
-
-
 def is_printed(value: float, printed: str) -> bool:
-    """Whether `value` rounds to what is printed; true where nothing is."""
-    return not printed or abs(value - float(printed)) <= half_a_digit(printed)
+    """Whether `value` rounds to what is printed, to half a unit of the last digit; true where nothing is."""
+    return not printed or abs(value - float(printed)) <= 0.5 * 10.0 ** -len(printed.partition(".")[2])
 
 
 def is_near(value: float, printed: str, tolerance: float) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import log, sqrt
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,7 @@ ROUNDING = 1e-12
 CHUNK = 1 << 24  # numbers drawn at a time
 
 
-@dataclass(frozen=True)
-class Topic:
+class Topic(NamedTuple):
     title: str
     meaning: str
 
@@ -108,8 +107,7 @@ class Finding:
         return abs(self.measured - self.expected) / self.error
 
     def as_dict(self) -> dict[str, Any]:
-        more = {"low": self.low, "high": self.high, "inside": self.inside, "deviation": self.deviation}
-        return {**asdict(self), **more}
+        return asdict(self) | {name: getattr(self, name) for name in ("low", "high", "inside", "deviation")}
 
 
 class Sampler:
@@ -124,13 +122,8 @@ class Sampler:
 
     def collect(self, draw: Callable[[int], Tensor], numbers: int, samples: int | None = None) -> Tensor:
         """`draw(n)` for all samples in chunks; `numbers` is how many random numbers one sample takes."""
-        left = samples or self.samples
-        parts = []
-        while left:
-            n = min(left, max(1, CHUNK // numbers))
-            parts.append(draw(n).double())
-            left -= n
-        return torch.cat(parts)
+        whole, chunk = samples or self.samples, max(1, CHUNK // numbers)
+        return torch.cat([draw(min(chunk, whole - done)).double() for done in range(0, whole, chunk)])
 
     def pairs(self, d: int, of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         return self.collect(lambda n: of(self.normal(n, d), self.normal(n, d)), 2 * d)
@@ -154,18 +147,17 @@ def root(value: float, error: float) -> tuple[float, float]:
 
 
 def products(sampler: Sampler) -> Iterator[Finding]:
+    """Theorem 5.1: Var(q·k) = d."""
     for d in HEAD_DIMS:
         x = sampler.pairs(d, lambda q, k: (q * k).sum(-1))
-        yield Finding("5.1", "Var(q·k)", *variance(x), closed.product_variance(d), d)
+        yield Finding("5.1", "Var(q·k)", *variance(x), float(d), d)
 
 
 def sums(sampler: Sampler, d: int = 64) -> Iterator[Finding]:
     """Sums over tokens, from SteLLA's own output with its constant 1/(N√d) taken off."""
     for name, correlation, power in (("iid", 0.0, 1), ("correlated", CORRELATION, 2)):
-        found = {}
-        for tokens in TOKENS:
-            value, error = output_variance(sampler, "stella", d, tokens, correlation)
-            found[tokens] = value, error
+        found = {tokens: output_variance(sampler, "stella", d, tokens, correlation) for tokens in TOKENS}
+        for tokens, (value, error) in found.items():
             scale = tokens ** (2 - power) * d
             expected = closed.sum_variance(d, tokens, correlation) / tokens**power
             label = f"Var(Σ A·v)/{'N²' if power == 2 else 'N'}, {name} v"
@@ -263,8 +255,8 @@ def taylor(sampler: Sampler) -> Iterator[Finding]:
         x, compact = taylor_pairs(sampler, d)
         full = taylor_polynomial(x)
         yield Finding("taylor", "mean of exp(x)", *mean(x.exp()), closed.softmax_kernel_mean(d), d)
-        yield Finding("taylor", "mean, exact", *mean(full), closed.taylor_mean(d), d)
-        yield Finding("taylor", "mean, compact", *mean(compact), closed.taylor_mean(d), d)
+        yield Finding("taylor", "mean, exact", *mean(full), closed.TAYLOR_MEAN, d)
+        yield Finding("taylor", "mean, compact", *mean(compact), closed.TAYLOR_MEAN, d)
         yield Finding("taylor", "variance, exact", *variance(full), closed.taylor_variance(d), d)
         yield Finding("taylor", "variance, compact", *variance(compact), closed.compact_variance(d), d)
         yield Finding("taylor", "mean of (exact − compact)²", *mean((full - compact) ** 2), closed.compact_error(d), d)

@@ -13,8 +13,7 @@ from itertools import combinations, pairwise
 from linvit.comparison.reporting.wording import listing, minus
 from linvit.comparison.statistics.estimates import Ranks, kendall
 from linvit.comparison.statistics.rows import CandidateRow, Setting, paired
-from linvit.measurement.published import TABLES, Printed
-from linvit.measurement.published.castling import BY_MOBILE  # another paper's number: not Castling's own claim
+from linvit.measurement.published import BY_MOBILE, TABLES, Printed
 
 # The mechanism, and whether with LPI, that a row of the Fair Comparison speaks of.
 FAIR = {
@@ -94,6 +93,7 @@ def claims(rows: Sequence[CandidateRow]) -> list[PaperClaim]:
     for table, prefix in FAMILIES.items():
         printed = TABLES[table].sections[0].rows
         for base, row in pairwise(printed):
+            # what Mobile-Attention prints of Castling is not Castling's own claim
             if row.label.startswith(prefix) and number(base) and number(row) and row.note != BY_MOBILE:
                 change = round((number(row) or 0) - (number(base) or 0), 2)
                 found.append(claim(TABLES[table].title, table, base.label, "softmax", change, row.note, rows))

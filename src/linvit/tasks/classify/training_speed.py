@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -117,30 +117,16 @@ class TimedStage:
             self.arrived = self.arrived or time.perf_counter()
             self.windows.append(record)
 
-    def prepare(self, call: Callable[..., object], batches: Iterator[Any]) -> None:
-        """What comes before the first step, done twice: the first time, libraries are loaded. Only as many batches are
-        fetched as it wants."""
-        fetched: list[Any] = []
-        spent = 0.0
-
-        def fetch() -> Iterator[Any]:
-            nonlocal spent
-            begin = self.now()
-            for batch in batches:
-                spent += self.now() - begin
-                fetched.append(batch)
-                yield batch
-                begin = self.now()
-
-        call(fetch())
-        begin = self.now()
-        call(iter(fetched))
-        self.prepared = self.now() - begin + spent
-
-    def now(self) -> float:
-        """The time, when the device has done what it was given."""
+    def prepare(self, call: Callable[..., object], batches: Iterator[Batch]) -> None:
+        """What comes before the first step, done twice: the first time, libraries are loaded."""
+        call(batches)
+        if isinstance(batches, Generator):
+            batches.close()  # a loader's workers serve one epoch at a time
         synchronise(self.device)
-        return time.perf_counter()
+        begin = time.perf_counter()
+        call(self.fitting.engine.source.epoch(0))
+        synchronise(self.device)
+        self.prepared = time.perf_counter() - begin
 
     def check(self, decoder: str) -> dict[str, float]:
         """The error of the logits in the recipe's precision, and how far the GPU's decoder is from the CPU's."""

@@ -43,10 +43,6 @@ TRAINING = 4.0  # times an inference, when a training step's time is guessed
 Call = Callable[[], Tensor]
 
 
-class NotTimed(LinvitError):
-    """Why a row has no time."""
-
-
 class Contender:
     """A candidate on its way up the ladder, which is built anew for each size."""
 
@@ -80,9 +76,9 @@ class Contender:
     def call(self, point: SpeedPoint) -> Call:
         """The pass to be timed, after its output has shown to be finite."""
         if self.model is None:
-            raise NotTimed(self.failed)
+            raise LinvitError(self.failed)
         if (seconds := self.guess(point)) > (SLOW if point.batch == 1 else SLOW_BATCH):
-            raise NotTimed(f"left out: about {seconds:.0f} s a pass")
+            raise LinvitError(f"left out: about {seconds:.0f} s a pass")
         generator = torch.Generator(point.device).manual_seed(0)
         images = torch.randn(point.batch, 3, point.size, point.size, generator=generator, device=point.device)
         if point.what == "inference":
@@ -93,7 +89,7 @@ class Contender:
                 self.model.float(), images, point.precision, forward=forward, recorded=point.cuda_graph
             )
         if not bool(call().isfinite().all()):
-            raise NotTimed("the output is not finite")
+            raise LinvitError("the output is not finite")
         return call
 
     def learn(self, point: SpeedPoint, milliseconds: float) -> None:
@@ -129,7 +125,7 @@ def ladder(identity: SpeedIdentity, device: torch.device, budget: float) -> Iter
     ours = Contender(identity, identity.candidate)
     softmax = ours if identity.candidate == SOFTMAX else Contender(identity, SOFTMAX)
     for size in sorted(identity.ladder):
-        for contender in {ours, softmax}:
+        for contender in dict.fromkeys((ours, softmax)):
             contender.build(size, device)
         for point in points(identity, size, device):
             yield time_point(point, ours, softmax, budget)

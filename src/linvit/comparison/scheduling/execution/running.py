@@ -40,8 +40,7 @@ from linvit.comparison.scheduling.execution.sharing import Bench, Shared, identi
 from linvit.comparison.scheduling.store import Store, head_of
 from linvit.conversion import save
 from linvit.errors import LinvitError
-from linvit.measurement.macs import count_macs
-from linvit.measurement.parameters import count_parameters
+from linvit.measurement.macs import count_macs, count_parameters
 from linvit.measurement.record import environment, package
 from linvit.tasks.classify.checks import check_same
 from linvit.tasks.classify.fitting import Fitting, Sets
