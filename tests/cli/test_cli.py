@@ -58,7 +58,7 @@ VERBS = {
     },
     "bench training": {
         *("model", "--data", "--plan", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader"),
-        *("--workers", "--device", "--output", "--resume", "--json"),
+        *("--loaders", "--workers", "--device", "--output", "--resume", "--json"),
     },
     "bench scaling": {"--mechanism", "--tokens", "--json"},
     "show masks": {"run", "--output", "--json"},

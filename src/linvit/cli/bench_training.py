@@ -44,8 +44,8 @@ def training(
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    import linvit
     from linvit.cli.bench_output import print_training
+    from linvit.conversion import convert
     from linvit.conversion.plan import parse_plan, split_plans
     from linvit.measurement import record
     from linvit.tasks.classify import open_data
@@ -83,7 +83,7 @@ def training(
                 if config.needs_teacher:
                     teacher = open_teacher(config.teacher) if config.teacher else copy.deepcopy(built)
                 if name != "softmax" or config.stages:  # stages align layers of ours, so softmax's have to be ours too
-                    linvit.convert(built, plans[name])
+                    convert(built, plans[name])
                 given, loading = sources[source], source != STEP_ALONE
                 row = training_speed(built, given, config, steps=steps, device=device, teacher=teacher, loading=loading)
                 file.add({"attention": name, **({"loader": source} if source else {}), **row})

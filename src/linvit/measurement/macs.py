@@ -92,7 +92,6 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.attention = self.replaced = self.normalised = 0
         self.depth = 0  # mechanisms within mechanisms: the outermost one's formula holds
-        self.before = 0
         self.counter = FlopCounterMode(display=False, custom_mapping=VECTOR_PRODUCTS)
 
     @property
@@ -108,14 +107,14 @@ class Ledger(TorchDispatchMode):
     def enter(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, Mechanism):
             if not self.depth:
-                self.before = self.products
+                self.replaced -= self.products
             self.depth += 1
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if isinstance(module, Mechanism):
             self.depth -= 1
             if not self.depth:
-                self.replaced += self.products - self.before
+                self.replaced += self.products
                 self.attention += module.macs(size_of_call(args, kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -131,15 +131,12 @@ QTVIT = Table(
         ),
         section(
             "Others, from timm",
-            Printed("DeiT-T", "deit_tiny_patch16_224"),
-            Printed("DeiT-S", "deit_small_patch16_224"),
-            Printed("DeiT-B", "deit_base_patch16_224"),
-            Printed("Swin-T", "swin_tiny_patch4_window7_224"),
-            Printed("Swin-S", "swin_small_patch4_window7_224"),
-            Printed("Swin-B", "swin_base_patch4_window7_224"),
-            Printed("PVTv2-b0", "pvt_v2_b0"),
-            Printed("PVTv2-b2", "pvt_v2_b2"),
-            Printed("PVTv2-b3", "pvt_v2_b3"),
+            *(Printed(f"DeiT-{size[0].upper()}", f"deit_{size}_patch16_224") for size in ("tiny", "small", "base")),
+            *(
+                Printed(f"Swin-{size[0].upper()}", f"swin_{size}_patch4_window7_224")
+                for size in ("tiny", "small", "base")
+            ),
+            *(Printed(f"PVTv2-{size}", f"pvt_v2_{size}") for size in ("b0", "b2", "b3")),
             Printed("MobileNetV2", "mobilenetv2_100"),
             Printed("MobileViT-XS", "mobilevit_xs", note="At 256×256, as published.", size=(3, 256, 256)),
             Printed("EfficientNet-B0", "efficientnet_b0"),

@@ -221,6 +221,8 @@ class Fitting:
             return self.task.evaluate(self.shown, teacher)
 
     def close(self) -> None:
-        """Take the objectives' hooks off the models."""
+        """Take the objectives' hooks off the models, and end the loader's workers."""
         for phase in self.phases:
             phase.objective.close()
+        if isinstance(self.source, Streamed):
+            self.source.close()

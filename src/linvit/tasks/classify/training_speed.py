@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import repeat
@@ -85,14 +86,12 @@ def training_speed(
         if config.stages:
             settings = replace(settings, stages=(replace(stage, epochs=epochs),))
         timed = TimedStage(model, sets, settings, teacher=teacher, processes=make_processes(settings, device))
-        try:
+        with closing(timed.fitting):
             if not parts:
                 row |= timed.check(sets.decoder)
                 if not row["error"] <= TOLERANCES[config.precision]:
                     return {"status": "wrong", "error": min(row["error"], 1e30)}
             found = timed.run(loading)
-        finally:
-            timed.close()
         seconds = found["prepare_seconds"] + stage.epochs * len(train) / found["images_per_second"]
         parts.append({"name": stage.name, "epochs": stage.epochs, "seconds": seconds, **found})
         row |= found if stage is longest else {}
@@ -158,11 +157,6 @@ class TimedStage:
             "loss": {"first": self.windows[0]["loss"], "last": self.windows[-1]["loss"]},
             "peak_bytes": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
         }
-
-    def close(self) -> None:
-        """Nothing of this stage runs on beside the next: workers of its loader above all."""
-        if isinstance(self.source, Streamed):
-            self.source.close()
 
 
 class OneBatch:
