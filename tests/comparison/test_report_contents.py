@@ -93,7 +93,7 @@ def test_long_curves_keep_their_ends() -> None:
 
 
 def test_payload_keeps_each_config_once_and_no_bits(scratch: Contents) -> None:
-    data = payload(scratch.results, scratch.settings, scratch.answer)
+    data = payload(scratch)
     assert len(data["environments"]) == 1 and len(data["configs"]) == len(data["rows"])
     text = json.dumps(data)
     assert scratch.results.runs[0].accuracy.correct not in text

@@ -84,7 +84,7 @@ def test_one_shared_seed_without_images_says_nothing_of_its_error() -> None:
 @given(st.floats(0.2, 3), st.floats(1e-3, 1e3), st.integers(2, 7))
 def test_exponent_of_a_power_is_found(exponent: float, factor: float, points: int) -> None:
     x = [2.0**i for i in range(points)]
-    found = fit_exponent(x, [factor * value**exponent for value in x])
+    found = fit_exponent((value, factor * value**exponent) for value in x)
     assert found is not None
     assert found.exponent == pytest.approx(exponent)
     assert (found.interval is None) == (points == 2)
@@ -93,7 +93,7 @@ def test_exponent_of_a_power_is_found(exponent: float, factor: float, points: in
 
 def test_exponent_with_its_interval() -> None:
     x, y = [256, 1024, 4096, 16384], [1.0, 2.2, 8.1, 33.0]
-    found = fit_exponent(x, y)
+    found = fit_exponent(zip(x, y, strict=True))
     design = np.stack([np.ones(3), np.log(x[1:])], axis=1)
     solved, residual, *_ = np.linalg.lstsq(design, np.log(y[1:]), rcond=None)
     spread = math.sqrt(residual[0] / 1 * np.linalg.inv(design.T @ design)[1, 1])
@@ -104,10 +104,10 @@ def test_exponent_with_its_interval() -> None:
 
 
 def test_exponent_needs_two_sizes() -> None:
-    assert fit_exponent([], []) is None
-    assert fit_exponent([4], [1]) is None
-    assert fit_exponent([4, 4], [1, 2]) is None
-    assert fit_exponent([4, 8], [0, 2]) is None
+    assert fit_exponent([]) is None
+    assert fit_exponent([(4, 1)]) is None
+    assert fit_exponent([(4, 1), (4, 2)]) is None
+    assert fit_exponent([(4, 0), (8, 2)]) is None
 
 
 points = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12)

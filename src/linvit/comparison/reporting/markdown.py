@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from linvit.comparison.reporting.answer import at_own_size, clock_of, clocks, main_rows
+from linvit.comparison.reporting.answer import Contents, at_own_size, clock_of, clocks, main_rows
 from linvit.comparison.reporting.caveats import caveats, hardware, inferred, method
-from linvit.comparison.reporting.contents import Contents
 from linvit.comparison.reporting.published import PaperClaim, Ranking, claims, rankings
 from linvit.comparison.reporting.wording import count, interval, listing, megabytes, minus, multiple, short, three
 from linvit.comparison.results import SpeedPoint
@@ -22,8 +21,8 @@ def markdown(contents: Contents) -> str:
     blocks = [" ".join(map(plain, contents.answer.sentences))]
     for setting in contents.settings:
         blocks.append(f"## {plain(setting.title)}")
-        for rows in places(setting):
-            blocks += place(setting, rows)
+        for rows in sorted(setting.places(), key=lambda rows: rows[0].place):  # the finest patches first
+            blocks += place(setting, sorted(rows, key=lambda row: -row.top1.mean))
         blocks += [ranking(found) for found in rankings(setting)]
         claimed = claims(main_rows(setting))
         blocks += [claims_table(claimed)] if claimed else []
@@ -37,14 +36,6 @@ def markdown(contents: Contents) -> str:
         failed = ((f.label.candidate, f.key, f.error) for f in contents.results.failures)
         blocks += ["## What failed", table(["candidate", "task", "error"], failed)]
     return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def places(setting: Setting) -> list[list[CandidateRow]]:
-    """The rows that are compared with each other, the finest patches first, the most accurate first."""
-    found: dict[tuple[int, int], list[CandidateRow]] = {}
-    for row in setting.rows:
-        found.setdefault((row.patch, row.label.size), []).append(row)
-    return [sorted(found[key], key=lambda row: -row.top1.mean) for key in sorted(found)]
 
 
 def place(setting: Setting, rows: Sequence[CandidateRow]) -> list[str]:
@@ -88,8 +79,7 @@ def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
 def front(rows: Sequence[CandidateRow]) -> str:
     """Which candidates nobody beats in accuracy and throughput both."""
     clock = clock_of(rows, many=True)
-    timings = [(row, at_own_size(row, clock)) for row in rows]
-    timed = [(row, 1 / t.images_per_second) for row, t in timings if t is not None and t.images_per_second]
+    timed = [(row, 1 / t.images_per_second) for row in rows if (t := at_own_size(row, clock)) and t.images_per_second]
     if len(timed) < 2:
         return ""
     best = pareto_front([cost for _, cost in timed], [row.top1.mean for row, _ in timed])
@@ -130,16 +120,11 @@ def ranking(found: Ranking) -> str:
 
 
 def claims_table(claimed: Sequence[PaperClaim]) -> str:
-    lines = [
-        [
-            claim.ours.name,
-            f"{claim.paper}, {claim.model}",
-            minus(f"{claim.theirs:+.2g}"),
-            claim.against,
-            f"{minus(f'{claim.difference:+.2f}')} {interval(claim.interval)}",
-        ]
-        for claim in claimed
-    ]
+    lines = []
+    for claim in claimed:
+        ours = f"{minus(f'{claim.difference:+.2f}')} {interval(claim.interval)}"
+        theirs = minus(f"{claim.theirs:+.2g}")
+        lines.append([claim.ours.name, f"{claim.paper}, {claim.model}", theirs, claim.against, ours])
     return table(["candidate", "paper", "their change in top-1", "against", "ours"], lines)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from math import comb
 
 from linvit.comparison.reporting.wording import listing, minus
 from linvit.comparison.statistics.estimates import Ranks, kendall
@@ -74,47 +75,46 @@ class Ranking:
         """Whether the orders agree, and how sure that is."""
         if self.ranks is None:
             return "Too few mechanisms are shared to compare the order."
-        text = f"Kendall's τ = {minus(f'{self.ranks.tau:.2f}')} over {self.ranks.count} mechanisms"
-        text += f" (p = {self.ranks.p_value:.2g}"
+        tau, p_value = minus(f"{self.ranks.tau:.2f}"), f"{self.ranks.p_value:.2g}"
+        text = f"Kendall's τ = {tau} over {self.ranks.count} mechanisms (p = {p_value}"
         if len(self.by_seed) > 1:
             ends = dict.fromkeys(minus(f"{tau:.2f}") for tau in (min(self.by_seed), max(self.by_seed)))
             text += f"; seed by seed {' to '.join(ends)}"
-        pairs = len(self.places) * (len(self.places) - 1) // 2
-        text += (
-            f"). Of {pairs} pairs our runs tell {self.agreeing + len(self.contrary)} apart, each by its own paired 95 %"
-        )
-        text += f" interval: {self.agreeing} in the paper's order, {len(self.contrary)} against it"
+        pairs, told = comb(len(self.places), 2), self.agreeing + len(self.contrary)
+        text += f"). Of {pairs} pairs our runs tell {told} apart, each by its own paired 95 % interval:"
+        text += f" {self.agreeing} in the paper's order, {len(self.contrary)} against it"
         against = listing([f"{better} over {worse}" for better, worse in self.contrary])
         return f"{text} ({against})." if against else f"{text}."
 
 
 def claims(rows: Sequence[CandidateRow]) -> list[PaperClaim]:
-    """What the papers say a mechanism changes, for those that are among the rows."""
-    found = [claim(*MIXA, rows)] if any(row.label.mechanism == "mixa" for row in rows) else []
+    """What the papers say a mechanism changes, where both it and what it is compared with are among the rows."""
+    said = [MIXA]
     for table, prefix in FAMILIES.items():
-        printed = TABLES[table].sections[0].rows
-        for base, row in pairwise(printed):
-            if row.label.startswith(prefix) and number(base) and number(row) and row.note != BY_MOBILE:
-                change = round((number(row) or 0) - (number(base) or 0), 2)
-                found.append(claim(TABLES[table].title, table, base.label, "softmax", change, row.note, rows))
+        for base, row in pairwise(TABLES[table].sections[0].rows):
+            change = top1_change(base, row)
+            if change is not None and row.label.startswith(prefix) and row.note != BY_MOBILE:
+                said.append((TABLES[table].title, table, base.label, "softmax", change, row.note))
     printed = TABLES["qtvit"].sections[0].rows
     for row, base in zip(printed[:6], printed[6:12], strict=True):
-        change = round((number(row) or 0) - (number(base) or 0), 2)
-        found.append(claim(TABLES["qtvit"].title, "qt", base.label, "relu_linear", change, row.note, rows))
-    return [made for made in found if made is not None]
+        said.append((TABLES["qtvit"].title, "qt", base.label, "relu_linear", top1_change(base, row) or 0.0, row.note))
+    found = []
+    for paper, mechanism, model, against, theirs, note in said:
+        ours, rival = nearest(mechanism, rows), next((row for row in rows if row.label.candidate == against), None)
+        if ours is not None and rival is not None:
+            delta = paired(ours, rival)
+            mean = delta.mean if delta else ours.top1.mean - rival.top1.mean
+            ends = delta.interval if delta else None
+            found.append(PaperClaim(paper, mechanism, model, against, theirs, ours, mean, ends, note))
+    return found
 
 
-def claim(
-    paper: str, mechanism: str, model: str, against: str, theirs: float, note: str, rows: Sequence[CandidateRow]
-) -> PaperClaim | None:
-    """None where we have not got both the mechanism and what it is compared with."""
-    ours = nearest(mechanism, rows)
-    base = next((row for row in rows if row.label.candidate == against), None)
-    if ours is None or base is None:
+def top1_change(base: Printed, row: Printed) -> float | None:
+    """In points; None where the paper prints no accuracy."""
+    try:
+        return round(float(row.accuracy) - float(base.accuracy), 2)
+    except ValueError:
         return None
-    found = paired(ours, base)
-    mean = ours.top1.mean - base.top1.mean if found is None else found.mean
-    return PaperClaim(paper, mechanism, model, against, theirs, ours, mean, found.interval if found else None, note)
 
 
 def nearest(mechanism: str, rows: Sequence[CandidateRow]) -> CandidateRow | None:
@@ -131,29 +131,26 @@ def nearest(mechanism: str, rows: Sequence[CandidateRow]) -> CandidateRow | None
 
 def rankings(setting: Setting) -> list[Ranking]:
     """The Fair Comparison's tables beside our rows of each place; its finer patches beside our finest."""
-    places: dict[tuple[int, int, str], list[CandidateRow]] = {}
-    for row in setting.rows:
-        if not row.is_teacher:
-            places.setdefault(row.place, []).append(row)
-    ordered = sorted(places.values(), key=lambda rows: (rows[0].patch, -rows[0].label.size))
+    places = ([row for row in rows if not row.is_teacher] for rows in setting.places())
+    ordered = sorted(filter(None, places), key=lambda rows: (rows[0].patch, -rows[0].label.size))
     made = []
     for index, rows in enumerate(ordered):
         section = TABLES["fair"].sections[min(index, 1)]
         pairs = [(printed, found) for printed in section.rows if (found := same(printed, rows)) is not None]
-        if len(pairs) < 3:
-            continue
-        made.append(rank_pairs(section.title, pairs))
+        if len(pairs) >= 3:
+            made.append(rank_pairs(section.title, pairs))
     return made
 
 
 def rank_pairs(section: str, pairs: Sequence[tuple[Printed, CandidateRow]]) -> Ranking:
-    theirs, ours = [number(printed) or 0.0 for printed, _ in pairs], [row.top1.mean for _, row in pairs]
+    theirs, ours = [float(printed.accuracy) for printed, _ in pairs], [row.top1.mean for _, row in pairs]
     places = [
         RankedPair(printed.label, printed, row, rank(theirs, i), rank(ours, i))
         for i, (printed, row) in enumerate(pairs)
     ]
-    seeds = set.intersection(*(set(row.seeds) for _, row in pairs))
-    alone = [kendall(theirs, [row.at(seed) for _, row in pairs]) for seed in sorted(seeds)]
+    tops = [{run.seed: run.top1 for run in row.runs} for _, row in pairs]
+    seeds = set.intersection(*(set(top1) for top1 in tops))
+    alone = [kendall(theirs, [top1[seed] for top1 in tops]) for seed in sorted(seeds)]
     agreeing, contrary = 0, []
     for a, b in combinations(places, 2):
         found = paired(a.row, b.row)
@@ -163,15 +160,9 @@ def rank_pairs(section: str, pairs: Sequence[tuple[Printed, CandidateRow]]) -> R
             agreeing += 1
         else:
             contrary.append((a.row.name, b.row.name) if found.mean > 0 else (b.row.name, a.row.name))
-    return Ranking(
-        section,
-        pairs[0][1].patch,
-        tuple(places),
-        kendall(theirs, ours),
-        tuple(ranks.tau for ranks in alone if ranks is not None),
-        agreeing,
-        tuple(contrary),
-    )
+    by_seed = tuple(ranks.tau for ranks in alone if ranks is not None)
+    patch, ranks = pairs[0][1].patch, kendall(theirs, ours)
+    return Ranking(section, patch, tuple(places), ranks, by_seed, agreeing, tuple(contrary))
 
 
 def same(printed: Printed, rows: Sequence[CandidateRow]) -> CandidateRow | None:
@@ -183,10 +174,3 @@ def same(printed: Printed, rows: Sequence[CandidateRow]) -> CandidateRow | None:
 
 def rank(values: Sequence[float], index: int) -> int:
     return 1 + sum(value > values[index] for value in values)
-
-
-def number(printed: Printed) -> float | None:
-    try:
-        return float(printed.accuracy)
-    except ValueError:
-        return None

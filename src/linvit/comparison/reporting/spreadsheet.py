@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from linvit.codec import to_plain
-from linvit.comparison.reporting.contents import Contents
+from linvit.comparison.reporting.answer import Contents
 from linvit.comparison.results import Run
 
 COLUMNS = (

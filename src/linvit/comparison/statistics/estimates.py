@@ -64,7 +64,7 @@ def average(values: Iterable[float | None]) -> float | None:
     return sum(there) / len(there) if there else None
 
 
-def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
+def estimate(values: Sequence[float]) -> Estimate:
     """The mean over seeds with Student's interval, which is wide for few of them, as it should be."""
     if not len(values):
         raise LinvitError("there is nothing to take the mean of")
@@ -72,7 +72,7 @@ def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
     if len(values) == 1:
         return Estimate(mean, None, None, 1)
     variance = float(np.var(values, ddof=1)) / len(values)
-    return Estimate(mean, variance**0.5, around(mean, variance, len(values) - 1, level), len(values))
+    return Estimate(mean, variance**0.5, around(mean, variance, len(values) - 1, LEVEL), len(values))
 
 
 def difference(
@@ -80,7 +80,6 @@ def difference(
     b: Mapping[int, float],
     a_right: Mapping[int, np.ndarray] | None = None,
     b_right: Mapping[int, np.ndarray] | None = None,
-    level: float = LEVEL,
 ) -> Difference | None:
     """How much better a is than b over the seeds they share, or None where they share none.
 
@@ -93,28 +92,26 @@ def difference(
     bits = [(a_right or {}).get(seed) for seed in seeds], [(b_right or {}).get(seed) for seed in seeds]
     sizes = {None if right is None else len(right) for side in bits for right in side}
     if len(sizes) == 1 and None not in sizes and min(size or 0 for size in sizes) > 1:
-        found = paired_difference(bits[0], bits[1], level=level)
+        found = paired_difference(*bits, level=LEVEL)
         return Difference(found.mean, found.interval, found.seeds_interval, found.seeds, found.images)
-    over = estimate([a[seed] - b[seed] for seed in seeds], level)
+    over = estimate([a[seed] - b[seed] for seed in seeds])
     return Difference(over.mean, over.interval, over.interval, over.count, 0)
 
 
-def fit_exponent(x: Sequence[float], y: Sequence[float], level: float = LEVEL) -> Fit | None:
-    """The slope of log y over log x by least squares.
+def fit_exponent(given: Iterable[tuple[float, float]]) -> Fit | None:
+    """The slope of log y over log x, of pairs of x and y, by least squares.
 
     It is fitted to the upper half of the ladder, three points at least where there are as many: what a call costs
     whatever its size would pull the exponent down at the lower end.
     """
-    points = sorted((a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > 0)
+    points = sorted((x, y) for x, y in given if x > 0 and y > 0)
     points = points[-max(3, (len(points) + 1) // 2) :]
-    if len({a for a, _ in points}) < 2:
+    if len({x for x, _ in points}) < 2:
         return None
     logs = np.log(np.array(points, dtype=np.float64))
     line = stats.linregress(logs[:, 0], logs[:, 1])
-    interval = None
-    if len(points) > 2:
-        interval = around(float(line.slope), float(line.stderr) ** 2, len(points) - 2, level)
-    return Fit(float(line.slope), interval, len(points))
+    slope, variance, freedom = float(line.slope), float(line.stderr) ** 2, len(points) - 2
+    return Fit(slope, around(slope, variance, freedom, LEVEL) if freedom else None, len(points))
 
 
 def pareto_front(costs: Sequence[float], gains: Sequence[float]) -> list[int]:

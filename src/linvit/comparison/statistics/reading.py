@@ -31,8 +31,7 @@ def read(stores: Sequence[str | Path]) -> Results:
         store = open_store(path)
         results.stores.append(store_name(path))
         for result in store.results():
-            which = result.kind, result.key, distinction(result)
-            if which not in seen:
+            if (which := (result.kind, result.key, distinction(result))) not in seen:
                 seen.add(which)
                 add(results, result)
         results.notes += [note.replace(f"{path}/", "") for note in store.notes]
