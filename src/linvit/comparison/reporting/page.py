@@ -27,6 +27,7 @@ from linvit.comparison.statistics.rows import BASELINE, Setting
 from linvit.version import __version__
 
 SCRIPTS = ("base", "marks", "plot", "points", "pareto", "growth", "learning", "picks", "table", "runs", "main")
+SOURCE = "Every number comes from a result file there."
 Cell = str | tuple[str, str]  # what a table's cell says, escaped; or a class and that
 
 
@@ -35,6 +36,7 @@ def render(contents: Contents) -> str:
     script = "(() => {\n'use strict';\n" + "\n".join(own(f"{name}.js") for name in SCRIPTS) + "})();"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     results, settings = contents.results, contents.settings
+    today, stores = datetime.now(UTC).strftime("%d %B %Y"), listing(results.stores)
     parts = {
         "script_hash": f"sha256-{digest}",
         "version": escape(__version__),
@@ -48,7 +50,7 @@ def render(contents: Contents) -> str:
         "method": method_html(contents),
         "failures": failures_html(results.failures) if results.failures else "",
         "failures_link": '<a href="#failures">Failures</a>' if results.failures else "",
-        "footer": escape(footer(contents)),
+        "footer": escape(f"Made by linvit {__version__} on {today} from {stores}. {SOURCE}"),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], own("page.html"))
 
@@ -80,11 +82,6 @@ def facts(contents: Contents) -> str:
     words += [f"timed on {listing(chips)}"] if chips else []
     words += [f"{len(contents.results.failures)} failed"] if contents.results.failures else []
     return " · ".join(words)
-
-
-def footer(contents: Contents) -> str:
-    when, stores = datetime.now(UTC).strftime("%d %B %Y"), listing(contents.results.stores)
-    return f"Made by linvit {__version__} on {when} from {stores}. Every number comes from a result file there."
 
 
 def method_html(contents: Contents) -> str:

@@ -12,7 +12,7 @@ from itertools import combinations, pairwise
 from math import comb
 
 from linvit.comparison.reporting.wording import listing, minus
-from linvit.comparison.statistics.estimates import Ranks, kendall
+from linvit.comparison.statistics.estimates import kendall
 from linvit.comparison.statistics.rows import CandidateRow, Setting, paired
 from linvit.measurement.published import TABLES, Printed
 from linvit.measurement.published.castling import BY_MOBILE  # another paper's number: not Castling's own claim
@@ -66,7 +66,7 @@ class Ranking:
     section: str
     patch: int  # ours
     places: tuple[RankedPair, ...]
-    ranks: Ranks | None
+    ranks: tuple[float, float] | None  # Kendall's tau, and its p-value
     by_seed: tuple[float, ...]  # tau of each seed on its own
     agreeing: int  # pairs that our runs tell apart, in their order
     contrary: tuple[tuple[str, str], ...]  # pairs that our runs tell apart, against their order; our better one first
@@ -75,8 +75,8 @@ class Ranking:
         """Whether the orders agree, and how sure that is."""
         if self.ranks is None:
             return "Too few mechanisms are shared to compare the order."
-        tau, p_value = minus(f"{self.ranks.tau:.2f}"), f"{self.ranks.p_value:.2g}"
-        text = f"Kendall's τ = {tau} over {self.ranks.count} mechanisms (p = {p_value}"
+        text = f"Kendall's τ = {minus(f'{self.ranks[0]:.2f}')} over {len(self.places)} mechanisms"
+        text += f" (p = {self.ranks[1]:.2g}"
         if len(self.by_seed) > 1:
             ends = dict.fromkeys(minus(f"{tau:.2f}") for tau in (min(self.by_seed), max(self.by_seed)))
             text += f"; seed by seed {' to '.join(ends)}"
@@ -160,7 +160,7 @@ def rank_pairs(section: str, pairs: Sequence[tuple[Printed, CandidateRow]]) -> R
             agreeing += 1
         else:
             contrary.append((a.row.name, b.row.name) if found.mean > 0 else (b.row.name, a.row.name))
-    by_seed = tuple(ranks.tau for ranks in alone if ranks is not None)
+    by_seed = tuple(found[0] for found in alone if found is not None)
     patch, ranks = pairs[0][1].patch, kendall(theirs, ours)
     return Ranking(section, patch, tuple(places), ranks, by_seed, agreeing, tuple(contrary))
 

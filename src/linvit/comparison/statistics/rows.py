@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -225,8 +225,8 @@ def add_differences(rows: Sequence[CandidateRow]) -> None:
         if base is not None:
             row.delta = paired(row, base)
         else:
-            known = {run.seed: run.conversion.teacher_top1 for run in row.runs if run.conversion is not None}
-            row.delta = difference({run.seed: run.top1 for run in row.runs}, known)
+            known = {run.seed: (run.conversion.teacher_top1, None) for run in row.runs if run.conversion is not None}
+            row.delta = difference({run.seed: (run.top1, None) for run in row.runs}, known)
 
 
 def paired(row: CandidateRow, base: CandidateRow) -> Difference | None:
@@ -234,12 +234,13 @@ def paired(row: CandidateRow, base: CandidateRow) -> Difference | None:
     theirs = {run.seed: run for run in base.runs}
     if base.is_teacher:  # one teacher, whatever the seed of those that learnt from it
         theirs = dict.fromkeys(row.seeds, base.first)
-    return difference(
-        {run.seed: run.top1 for run in row.runs},
-        {seed: run.top1 for seed, run in theirs.items()},
-        {run.seed: run.right for run in row.runs if run.right is not None},
-        {seed: run.right for seed, run in theirs.items() if run.right is not None},
-    )
+    return difference_of_runs({run.seed: run for run in row.runs}, theirs)
+
+
+def difference_of_runs(a: Mapping[int, Run], b: Mapping[int, Run]) -> Difference | None:
+    """The same for runs by seed."""
+    scores = ({seed: (run.top1, run.right) for seed, run in side.items()} for side in (a, b))
+    return difference(*scores)
 
 
 def add_ladders(rows: Sequence[CandidateRow], speeds: Sequence[Speed]) -> None:

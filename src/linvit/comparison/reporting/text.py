@@ -1,10 +1,14 @@
-"""The report as Markdown, for a page of documentation."""
+"""The report as text: Markdown for a page of documentation, and CSV, with a line for each run and timing."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+from linvit.codec import to_plain
 from linvit.comparison.reporting.answer import Contents, at_own_size, clock_of, clocks, main_rows
 from linvit.comparison.reporting.caveats import caveats, hardware, inferred, method
 from linvit.comparison.reporting.published import PaperClaim, Ranking, claims, rankings
@@ -14,6 +18,14 @@ from linvit.comparison.statistics.estimates import pareto_front
 from linvit.comparison.statistics.rows import CandidateRow, Ladder, Setting
 
 WORDS = ("", "task", "error", "paper", "theirs", "against")  # columns of words, not of numbers
+COLUMNS = (
+    *("kind", "setting", "mode", "data", "candidate", "mechanism", "paper", "patch", "size", "tokens", "seed", "key"),
+    *("top1", "top5", "best", "standard_error", "loss", "parameters", "macs"),
+    *("training_seconds", "training_images_per_second", "training_peak_bytes", "training_shared"),
+    *("zero_shot", "teacher_top1", "agreement", "kl", "float16_rms", "bfloat16_rms"),
+    *("device", "hardware", "pass", "batch", "precision", "compiled", "cuda_graph", "median_ms", "low_ms", "high_ms"),
+    *("images_per_second", "peak_bytes", "ratio_to_softmax", "note", "commit", "command"),
+)
 
 
 def markdown(contents: Contents) -> str:
@@ -142,3 +154,55 @@ def plain(text: str) -> str:
     """Text from a file that Markdown, and the HTML in it, reads as text."""
     text = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\|*`\[\]])", r"\\\1", text)
+
+
+def spreadsheet(contents: Contents) -> str:
+    """The report as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for line in [*run_lines(contents), *speed_lines(contents)]:
+        writer.writerow({name: harmless(value) for name, value in line.items()})
+    return text.getvalue()
+
+
+def run_lines(contents: Contents) -> Iterator[dict[str, Any]]:
+    found = ((setting, row, run) for setting in contents.settings for row in setting.rows for run in row.runs)
+    for setting, row, run in found:
+        yield {
+            **to_plain(run.label),
+            **to_plain(run.accuracy),
+            **to_plain(run.model),
+            **(to_plain(run.conversion) if run.conversion else {}),
+            **{f"training_{name}": value for name, value in to_plain(run.training).items()},
+            **{f"{drift.dtype}_rms": drift.relative_rms for drift in run.drift},
+            "kind": "teacher" if row.is_teacher else "run",
+            "setting": setting.title,
+            "key": run.key,
+            "data": run.data.name,
+            "device": run.training.device,
+            "hardware": run.environment.hardware,
+            "commit": run.environment.commit,
+            "command": run.command,
+        }
+
+
+def speed_lines(contents: Contents) -> Iterator[dict[str, Any]]:
+    """Every timing once, though rows of two settings may share it."""
+    for speed in contents.results.speeds:
+        for point in speed.rows:
+            yield {
+                "kind": "speed",
+                **{name: getattr(speed.label, name) for name in ("candidate", "mechanism", "paper", "patch")},
+                **to_plain(point),
+                **{f"{name}_ms": value for name, value in to_plain(point.milliseconds or {}).items()},
+                "hardware": speed.chip(point),
+                "ratio_to_softmax": point.ratio,
+                "key": speed.key,
+                "command": speed.command,
+            }
+
+
+def harmless(value: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t") else value
