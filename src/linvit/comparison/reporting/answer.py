@@ -87,8 +87,8 @@ def answer(setting: Setting) -> Answer:
 
 def main_rows(setting: Setting) -> list[CandidateRow]:
     """The rows of the place with the most runs; of equals the smallest patch, where there are the most tokens."""
-    places = ([row for row in rows if not row.is_teacher] for rows in setting.places())
-    found = max(filter(None, places), key=lambda rows: (sum(len(row.runs) for row in rows), -rows[0].patch))
+    places = setting.places(teachers=False)
+    found = max(places, key=lambda rows: (sum(len(row.runs) for row in rows), -rows[0].patch))
     return sorted(found, key=lambda row: -row.top1.mean)
 
 
@@ -109,7 +109,7 @@ def clock_of(rows: Sequence[CandidateRow], *, many: bool) -> Ladder | None:
 
 def at_own_size(row: CandidateRow, clock: Ladder | None) -> SpeedPoint | None:
     """Its inference by that clock at the size it was trained at."""
-    points = (p for ladder in row.ladders if clock is not None and ladder.same_clock(clock) for p in ladder.points)
+    points = row.points_by(clock) if clock is not None else ()
     return next((point for point in points if point.size == row.label.size), None)
 
 
@@ -118,7 +118,7 @@ def pick_all(rows: Sequence[CandidateRow], clock: Ladder, tolerance: float) -> P
     timed: dict[int, list[tuple[SpeedPoint, CandidateRow]]] = defaultdict(list)
     notes: dict[int, str] = {}
     for row in fit:
-        for point in (point for ladder in row.ladders if ladder.same_clock(clock) for point in ladder.points):
+        for point in row.points_by(clock):
             if point.median is not None:
                 timed[point.size].append((point, row))
             elif row.label.candidate == BASELINE:

@@ -21,14 +21,13 @@ from linvit.comparison.reporting.answer import Contents, main_rows
 from linvit.comparison.reporting.caveats import caveats, hardware, inferred, method
 from linvit.comparison.reporting.payload import payload
 from linvit.comparison.reporting.published import PaperClaim, Ranking, claims, rankings
-from linvit.comparison.reporting.wording import interval, listing, minus, short
+from linvit.comparison.reporting.wording import change, listing, minus
 from linvit.comparison.results import Failure
 from linvit.comparison.statistics.rows import BASELINE, Setting
 from linvit.version import __version__
 
 SCRIPTS = ("base", "marks", "plot", "points", "pareto", "growth", "learning", "picks", "table", "runs", "main")
 SOURCE = "Every number comes from a result file there."
-Cell = str | tuple[str, str]  # what a table's cell says, escaped; or a class and that
 
 
 def render(contents: Contents) -> str:
@@ -107,11 +106,9 @@ def bullets(lines: Iterable[str]) -> str:
 def failures_html(failures: Sequence[Failure]) -> str:
     blocks = []
     for failure in failures:
-        known = {
-            **{name: getattr(failure.label, name) for name in ("patch", "size", "seed")},
-            "attempt": failure.attempt,
-        }
-        words = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+        known = [(name, getattr(failure.label, name)) for name in ("patch", "size", "seed")]
+        known.append(("attempt", failure.attempt))
+        words = ", ".join(f"{name} {value}" for name, value in known if value is not None)
         trace = escape(failure.traceback)
         more = f"<details><summary>Traceback</summary><pre>{trace}</pre></details>" if trace else ""
         blocks.append(
@@ -143,24 +140,11 @@ def papers_html(settings: Sequence[Setting]) -> str:
 
 
 def ranking_html(ranking: Ranking) -> str:
-    heads: list[Cell] = [
-        *("Candidate", ("theirs", "Their name"), ("theirs r", "Their top-1"), ("theirs r", "Rank")),
-        *(("r", "Our top-1"), ("r", "Rank")),
-        *(("theirs r", "Params, M"), ("theirs r", "GFLOPs"), ("r", "Our params"), ("r", "Our MACs")),
-    ]
-    rows: list[list[Cell]] = [
-        [
-            escape(place.row.name),
-            ("theirs", escape(place.label)),
-            *(("theirs r", text) for text in (place.theirs.accuracy, str(place.their_rank))),
-            *(("r", text) for text in (f"{place.row.top1.mean:.2f}", str(place.our_rank))),
-            *(("theirs r", text) for text in (place.theirs.params, place.theirs.macs)),
-            *(("r", short(count)) for count in (place.row.first.model.parameters, place.row.first.model.macs)),
-        ]
-        for place in sorted(ranking.places, key=lambda place: place.their_rank)
-    ]
+    heads = ["Candidate", "Their name", "Their top-1", "Rank", "Our top-1", "Rank"]
+    heads += ["Params, M", "GFLOPs", "Our params", "Our MACs"]
+    kinds = ["", "theirs", "theirs r", "theirs r", "r", "r", "theirs r", "theirs r", "r", "r"]
     title = f"The Fair Comparison, {ranking.section.lower()}, beside our patches of {ranking.patch}"
-    beside = f'<div class="beside">{table_html(heads, rows)}{slopes(ranking)}</div>'
+    beside = f'<div class="beside">{table_html(heads, kinds, ranking.lines())}{slopes(ranking)}</div>'
     return f"<h3>{escape(title)}</h3><p>{escape(ranking.verdict())}</p>{beside}"
 
 
@@ -190,24 +174,24 @@ def slopes(ranking: Ranking) -> str:
 
 
 def claims_html(claimed: Sequence[PaperClaim]) -> str:
-    heads: list[Cell] = ["Candidate", ("theirs", "Paper"), ("theirs", "Their change in top-1, points")]
-    heads += ["Against", ("r", "Ours, points")]
-    rows: list[list[Cell]] = []
+    rows = []
     for (paper, _), found in groupby(claimed, key=lambda claim: (claim.paper, claim.mechanism)):
         first, *others = group = list(found)
-        ours = f"{minus(f'{first.difference:+.2f}')} {interval(first.interval)}"
         theirs = ", ".join(f"{claim.model} {minus(f'{claim.theirs:+.2g}')}" for claim in group)
         theirs += f". {first.note}" if first.note and not others else ""
-        cells: list[Cell] = [escape(first.ours.name), ("theirs", escape(paper)), ("theirs wide", escape(theirs))]
-        rows.append([*cells, escape(first.against), ("r", escape(ours))])
-    return f"<h3>What replacing the attention changes</h3>{table_html(heads, rows)}" if rows else ""
+        rows.append([first.ours.name, paper, theirs, first.against, change(first.difference, first.interval)])
+    heads = ["Candidate", "Paper", "Their change in top-1, points", "Against", "Ours, points"]
+    made = table_html(heads, ["", "theirs", "theirs wide", "", "r"], rows)
+    return f"<h3>What replacing the attention changes</h3>{made}" if rows else ""
 
 
-def table_html(heads: Iterable[Cell], rows: Iterable[Iterable[Cell]]) -> str:
-    def cell(tag: str, content: Cell) -> str:
-        kind, text = content if isinstance(content, tuple) else ("", content)
-        return f'<{tag} class="{kind}">{text}</{tag.partition(" ")[0]}>'
+def table_html(heads: Sequence[str], kinds: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Each column has its class."""
 
-    head = "".join(cell('th scope="col"', content) for content in heads)
-    body = "".join(f"<tr>{''.join(cell('td', content) for content in row)}</tr>" for row in rows)
+    def line(tag: str, end: str, cells: Sequence[str]) -> str:
+        columns = zip(kinds, cells, strict=True)
+        return "".join(f'<{tag} class="{kind}">{escape(text)}</{end}>' for kind, text in columns)
+
+    head = line('th scope="col"', "th", heads)
+    body = "".join(f"<tr>{line('td', 'td', row)}</tr>" for row in rows)
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

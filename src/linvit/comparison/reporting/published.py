@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import comb
 
-from linvit.comparison.reporting.wording import listing, minus
+from linvit.comparison.reporting.wording import listing, minus, short
 from linvit.comparison.statistics.estimates import kendall
 from linvit.comparison.statistics.rows import CandidateRow, Setting, paired
 from linvit.measurement.published import TABLES, Printed
@@ -71,6 +71,15 @@ class Ranking:
     agreeing: int  # pairs that our runs tell apart, in their order
     contrary: tuple[tuple[str, str], ...]  # pairs that our runs tell apart, against their order; our better one first
 
+    def lines(self) -> list[list[str]]:
+        """In their order: candidate, their name, top-1 and rank, our top-1 and rank, parameters and MACs of both."""
+        return [
+            [place.row.name, place.label, place.theirs.accuracy, str(place.their_rank)]
+            + [f"{place.row.top1.mean:.2f}", str(place.our_rank), place.theirs.params, place.theirs.macs]
+            + [short(count) for count in (place.row.first.model.parameters, place.row.first.model.macs)]
+            for place in sorted(self.places, key=lambda place: place.their_rank)
+        ]
+
     def verdict(self) -> str:
         """Whether the orders agree, and how sure that is."""
         if self.ranks is None:
@@ -120,21 +129,18 @@ def top1_change(base: Printed, row: Printed) -> float | None:
 def nearest(mechanism: str, rows: Sequence[CandidateRow]) -> CandidateRow | None:
     """The candidate that is most like the paper's, whatever it scored: MixA keeps layers that an analysis names; else
     the one with the most seeds, and with the fewest options of its own."""
-    fitting = [row for row in rows if row.label.mechanism == mechanism]
-
-    def likeness(row: CandidateRow) -> tuple[bool, int, int, str]:
-        name = row.label.candidate
-        return "layers=measured" in name, len(row.runs), -len(name), name
-
-    return max(fitting, key=likeness, default=None)
+    fitting = {row.label.candidate: row for row in rows if row.label.mechanism == mechanism}
+    best = max(
+        fitting, key=lambda name: ("layers=measured" in name, len(fitting[name].runs), -len(name), name), default=""
+    )
+    return fitting.get(best)
 
 
 def rankings(setting: Setting) -> list[Ranking]:
     """The Fair Comparison's tables beside our rows of each place; its finer patches beside our finest."""
-    places = ([row for row in rows if not row.is_teacher] for rows in setting.places())
-    ordered = sorted(filter(None, places), key=lambda rows: (rows[0].patch, -rows[0].label.size))
+    places = sorted(setting.places(teachers=False), key=lambda rows: (rows[0].patch, -rows[0].label.size))
     made = []
-    for index, rows in enumerate(ordered):
+    for index, rows in enumerate(places):
         section = TABLES["fair"].sections[min(index, 1)]
         pairs = [(printed, found) for printed in section.rows if (found := same(printed, rows)) is not None]
         if len(pairs) >= 3:

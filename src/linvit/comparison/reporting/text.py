@@ -12,7 +12,7 @@ from linvit.codec import to_plain
 from linvit.comparison.reporting.answer import Contents, at_own_size, clock_of, clocks, main_rows
 from linvit.comparison.reporting.caveats import caveats, hardware, inferred, method
 from linvit.comparison.reporting.published import PaperClaim, Ranking, claims, rankings
-from linvit.comparison.reporting.wording import count, interval, listing, megabytes, minus, multiple, short, three
+from linvit.comparison.reporting.wording import change, count, listing, megabytes, minus, multiple, short, three
 from linvit.comparison.results import SpeedPoint
 from linvit.comparison.statistics.estimates import pareto_front
 from linvit.comparison.statistics.rows import CandidateRow, Ladder, Setting
@@ -33,7 +33,7 @@ def markdown(contents: Contents) -> str:
     blocks = [" ".join(map(plain, contents.answer.sentences))]
     for setting in contents.settings:
         blocks.append(f"## {plain(setting.title)}")
-        for rows in sorted(setting.places(), key=lambda rows: rows[0].place):  # the finest patches first
+        for rows in sorted(setting.places(teachers=True), key=lambda rows: rows[0].place):  # the finest patches first
             blocks += place(setting, sorted(rows, key=lambda row: -row.top1.mean))
         blocks += [ranking(found) for found in rankings(setting)]
         claimed = claims(main_rows(setting))
@@ -74,7 +74,7 @@ def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
         ends, delta = row.interval, row.delta
         spread = f" ± {(ends[1] - ends[0]) / 2:.2f}" if ends else ""
         cells = [row.name, f"{row.top1.mean:.2f}{spread}"]
-        cells.append(f"{minus(f'{delta.mean:+.2f}')} {interval(delta.interval)}".strip() if delta else "–")
+        cells.append(change(delta.mean, delta.interval) if delta else "–")
         if distil:
             found = row.conversion
             cells += [three(x) for x in ((found.zero_shot, found.agreement, found.kl) if found else [None] * 3)]
@@ -99,7 +99,7 @@ def front(rows: Sequence[CandidateRow]) -> str:
 
 
 def speeds(rows: Sequence[CandidateRow], clock: Ladder) -> str:
-    tokens = sorted({t.tokens for row in rows for s in row.ladders if s.same_clock(clock) for t in s.points})
+    tokens = sorted({point.tokens for row in rows for point in row.points_by(clock)})
     lines = []
     for row in rows:
         found = next((s for s in row.ladders if s.same_clock(clock)), None)
@@ -123,20 +123,15 @@ def told(timing: SpeedPoint | None) -> str:
 
 def ranking(found: Ranking) -> str:
     title = f"The Fair Comparison's order ({found.section.lower()}, theirs) beside ours (patches of {found.patch})."
-    lines = (
-        [p.row.name, p.label, p.theirs.accuracy, str(p.their_rank), f"{p.row.top1.mean:.2f}", str(p.our_rank)]
-        for p in sorted(found.places, key=lambda place: place.their_rank)
-    )
     heads = ["candidate", "theirs", "their top-1", "rank", "our top-1", "rank"]
-    return f"{title} {plain(found.verdict())}\n\n{table(heads, lines)}"
+    return f"{title} {plain(found.verdict())}\n\n{table(heads, (line[:6] for line in found.lines()))}"
 
 
 def claims_table(claimed: Sequence[PaperClaim]) -> str:
-    lines = []
-    for claim in claimed:
-        ours = f"{minus(f'{claim.difference:+.2f}')} {interval(claim.interval)}"
-        theirs = minus(f"{claim.theirs:+.2g}")
-        lines.append([claim.ours.name, f"{claim.paper}, {claim.model}", theirs, claim.against, ours])
+    lines = (
+        [c.ours.name, f"{c.paper}, {c.model}", minus(f"{c.theirs:+.2g}"), c.against, change(c.difference, c.interval)]
+        for c in claimed
+    )
     return table(["candidate", "paper", "their change in top-1", "against", "ours"], lines)
 
 

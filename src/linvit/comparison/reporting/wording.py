@@ -27,6 +27,11 @@ def interval(ends: tuple[float, float] | None) -> str:
     return "" if ends is None else minus(f"[{ends[0]:+.1f}, {ends[1]:+.1f}]")
 
 
+def change(mean: float, ends: tuple[float, float] | None) -> str:
+    """`−0.40 [−1.2, +0.4]`."""
+    return f"{minus(f'{mean:+.2f}')} {interval(ends)}".strip()
+
+
 def multiple(ratio: float) -> str:
     return f"{ratio:.1f}×" if ratio < 9.95 else f"{ratio:.0f}×"
 

@@ -95,6 +95,10 @@ class CandidateRow:
             return self.top1.interval
         return self.top1.mean - 1.96 * error, self.top1.mean + 1.96 * error
 
+    def points_by(self, clock: Ladder) -> list[SpeedPoint]:
+        """All that was timed as that clock times."""
+        return [point for ladder in self.ladders if ladder.same_clock(clock) for point in ladder.points]
+
     @property
     def conversion(self) -> Conversion | None:
         """Means over seeds; None where nothing was converted."""
@@ -126,11 +130,12 @@ class Setting:
     mode: str
     rows: tuple[CandidateRow, ...]
 
-    def places(self) -> list[list[CandidateRow]]:
-        """The rows that are compared with each other, with the teacher that they learnt from."""
+    def places(self, *, teachers: bool) -> list[list[CandidateRow]]:
+        """The rows that are compared with each other, with or without the teacher that they learnt from."""
         found: dict[tuple[int, int, str], list[CandidateRow]] = defaultdict(list)
         for row in self.rows:
-            found[row.place].append(row)
+            if teachers or not row.is_teacher:
+                found[row.place].append(row)
         return list(found.values())
 
 
