@@ -150,10 +150,9 @@ def rankings(setting: Setting) -> list[Ranking]:
 
 def rank_pairs(section: str, pairs: Sequence[tuple[Printed, CandidateRow]]) -> Ranking:
     theirs, ours = [float(printed.accuracy) for printed, _ in pairs], [row.top1.mean for _, row in pairs]
-    places = [
-        RankedPair(printed.label, printed, row, rank(theirs, i), rank(ours, i))
-        for i, (printed, row) in enumerate(pairs)
-    ]
+    ranks_of = ([1 + sum(a > b for a in values) for b in values] for values in (theirs, ours))
+    ranked = zip(pairs, *ranks_of, strict=True)
+    places = [RankedPair(printed.label, printed, row, *ranks) for (printed, row), *ranks in ranked]
     tops = [{run.seed: run.top1 for run in row.runs} for _, row in pairs]
     seeds = set.intersection(*(set(top1) for top1 in tops))
     alone = [kendall(theirs, [top1[seed] for top1 in tops]) for seed in sorted(seeds)]
@@ -176,7 +175,3 @@ def same(printed: Printed, rows: Sequence[CandidateRow]) -> CandidateRow | None:
     wanted = FAIR[printed.label.rpartition("-")[0]]
     fitting = [row for row in rows if (row.label.mechanism, "lpi=true" in row.label.candidate) == wanted]
     return max(fitting, key=lambda row: "variant=fair" in row.label.candidate, default=None)
-
-
-def rank(values: Sequence[float], index: int) -> int:
-    return 1 + sum(value > values[index] for value in values)

@@ -53,39 +53,26 @@ class CandidateRow:
     is_teacher: bool = False
     baseline: CandidateRow | None = None
     against: str = BASELINE  # or the teacher, where softmax was not distilled
+    first: Run = field(init=False)
+    label: Label = field(init=False)
+    name: str = field(init=False)
+    patch: int = field(init=False)  # 0 where the architecture's own is not known
+    seeds: list[int] = field(init=False)
     top1: Estimate = field(init=False)
     delta: Difference | None = None
     ladders: list[Ladder] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.runs.sort(key=lambda run: run.seed)
+        self.first, self.label = self.runs[0], self.runs[0].label
+        self.name = f"{self.label.candidate} (teacher)" if self.is_teacher else self.label.candidate
+        self.patch, self.seeds = self.label.patch or 0, [run.seed for run in self.runs]
         self.top1 = estimate([run.top1 for run in self.runs])
-
-    @property
-    def first(self) -> Run:
-        return self.runs[0]
-
-    @property
-    def label(self) -> Label:
-        return self.first.label
-
-    @property
-    def patch(self) -> int:
-        """0 where the architecture's own is not known."""
-        return self.label.patch or 0
-
-    @property
-    def name(self) -> str:
-        return f"{self.label.candidate} (teacher)" if self.is_teacher else self.label.candidate
 
     @property
     def place(self) -> tuple[int, int, str]:
         """Rows of one place are compared with each other: patch, resolution, teacher, which is itself one of them."""
         return self.patch, self.label.size, self.first.key if self.is_teacher else teacher_of(self.first.identity)
-
-    @property
-    def seeds(self) -> list[int]:
-        return [run.seed for run in self.runs]
 
     @property
     def interval(self) -> tuple[float, float] | None:
