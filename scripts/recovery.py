@@ -25,8 +25,9 @@ from matplotlib.figure import Figure
 
 from linvit.comparison.results import Conversion, Run
 from linvit.comparison.scheduling.travel import store_name
-from linvit.comparison.statistics.estimates import Difference, average, difference, estimate
+from linvit.comparison.statistics.estimates import Difference, average, estimate
 from linvit.comparison.statistics.reading import read
+from linvit.comparison.statistics.rows import difference_of_runs
 
 PLAIN, FAST = "distil", "fast"
 COLOURS = {PLAIN: "#8d99ae", FAST: "#d1495b"}
@@ -64,9 +65,7 @@ class Cell:
         return estimate([run.top1 for run in self.runs.values()]).mean
 
     def against(self, other: Cell) -> Difference | None:
-        mine, theirs = ({seed: run.top1 for seed, run in cell.runs.items()} for cell in (self, other))
-        seen = [{s: run.right for s, run in cell.runs.items() if run.right is not None} for cell in (self, other)]
-        return difference(mine, theirs, *seen)
+        return difference_of_runs(self.runs, other.runs)
 
 
 Cells = dict[tuple[str, str, int], Cell]  # by candidate, recipe and budget

@@ -81,6 +81,14 @@ def test_examples_run(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @named
+def test_it_shows_nothing_but_what_is_public(document: Path) -> None:
+    """No import from deeper than one level below linvit, and no option by the name that another verb gives it."""
+    text = document.read_text(encoding="utf-8")
+    assert re.findall(r"(?:from|import) linvit\.\w+\.[\w.]+", text) == []
+    assert re.findall(r"--(?:to|candidates|resolution|input-size|sizes)\b|accelerate launch|\binput_size=", text) == []
+
+
+@named
 def test_python_parses(document: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
         ast.parse(block)

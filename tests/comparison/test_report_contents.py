@@ -25,7 +25,7 @@ from tests.comparison.synthetic import row_of, write_store
 def test_the_fair_comparisons_order_is_beside_ours(scratch: Contents) -> None:
     fine, coarse = rankings(scratch.settings[0])
     assert (fine.section, fine.patch, coarse.patch) == ("Patches of 4 pixels", 4, 8)
-    assert len(fine.places) == 8 and fine.ranks is not None and fine.ranks.tau > 0.5
+    assert len(fine.places) == 8 and fine.ranks is not None and fine.ranks[0] > 0.5
     first = next(place for place in fine.places if place.label == "SA-4")
     assert (first.theirs.accuracy, first.their_rank, first.row.name) == ("81.80", 1, "softmax")
     assert next(p for p in fine.places if p.label == "LPI-4").row.name == "xca:variant=fair,lpi=true"
@@ -93,7 +93,7 @@ def test_long_curves_keep_their_ends() -> None:
 
 
 def test_payload_keeps_each_config_once_and_no_bits(scratch: Contents) -> None:
-    data = payload(scratch.results, scratch.settings, scratch.answer)
+    data = payload(scratch)
     assert len(data["environments"]) == 1 and len(data["configs"]) == len(data["rows"])
     text = json.dumps(data)
     assert scratch.results.runs[0].accuracy.correct not in text

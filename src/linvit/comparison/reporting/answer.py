@@ -1,4 +1,5 @@
-"""The answer first: which mechanism at which token count, in two sentences that the data write.
+"""All that a report says, whatever it is written as, and the answer first: which mechanism at which token count, in
+two sentences that the data write.
 
 At each token count of the ladder the pick is the fastest candidate whose mean top-1 lies at most so many points below
 softmax; of those within five percent of the fastest, which a clock hardly tells apart, the most accurate. Softmax is
@@ -9,13 +10,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 from linvit.comparison.reporting.wording import accuracy, count, interval, listing, multiple, points
 from linvit.comparison.results import SpeedPoint
 from linvit.comparison.statistics.estimates import Difference
-from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting
+from linvit.comparison.statistics.reading import Results, read
+from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting, settings
 
 TOLERANCES = (0.5, 1.0, 2.0, 5.0)  # points of top-1 one may be ready to pay
 USUAL = 1.0
@@ -52,14 +55,26 @@ class Picks:
 @dataclass(frozen=True)
 class Answer:
     sentences: tuple[str, ...]
-    picks: tuple[Picks, ...] = field(default=())
+    picks: tuple[Picks, ...] = ()
 
 
-def answer(settings: Sequence[Setting]) -> Answer:
+@dataclass(frozen=True)
+class Contents:
+    results: Results
+    settings: tuple[Setting, ...]
+    answer: Answer
+
+
+def gather(stores: Sequence[str | Path]) -> Contents:
+    """Read the stores, folders or archives, and work out what they say."""
+    results = read(stores)
+    found = tuple(settings(results))
+    return Contents(results, found, answer(found[0]) if found else Answer(("No run has finished yet.",)))
+
+
+def answer(setting: Setting) -> Answer:
     """Two sentences about the largest comparison, and the picks of every chip and tolerance there."""
-    if not settings:
-        return Answer(("No run has finished yet.",))
-    rows = main_rows(settings[0])
+    rows = main_rows(setting)
     picks = tuple(pick_all(rows, clock, tolerance) for clock in clocks(rows) for tolerance in TOLERANCES)
     compared = [row for row in rows if row.delta is not None]
     if not compared:
@@ -72,11 +87,9 @@ def answer(settings: Sequence[Setting]) -> Answer:
 
 def main_rows(setting: Setting) -> list[CandidateRow]:
     """The rows of the place with the most runs; of equals the smallest patch, where there are the most tokens."""
-    places: dict[tuple[int, int, str], list[CandidateRow]] = defaultdict(list)
-    for row in setting.rows:
-        places[row.place].append(row)
-    found = max(places.values(), key=lambda rows: (sum(len(row.runs) for row in rows), -rows[0].patch))
-    return sorted((row for row in found if not row.is_teacher), key=lambda row: -row.top1.mean)
+    places = setting.places(teachers=False)
+    found = max(places, key=lambda rows: (sum(len(row.runs) for row in rows), -rows[0].patch))
+    return sorted(found, key=lambda row: -row.top1.mean)
 
 
 def clocks(rows: Sequence[CandidateRow]) -> list[Ladder]:
@@ -96,7 +109,7 @@ def clock_of(rows: Sequence[CandidateRow], *, many: bool) -> Ladder | None:
 
 def at_own_size(row: CandidateRow, clock: Ladder | None) -> SpeedPoint | None:
     """Its inference by that clock at the size it was trained at."""
-    points = (p for ladder in row.ladders if clock is not None and ladder.same_clock(clock) for p in ladder.points)
+    points = row.points_by(clock) if clock is not None else ()
     return next((point for point in points if point.size == row.label.size), None)
 
 
@@ -105,7 +118,7 @@ def pick_all(rows: Sequence[CandidateRow], clock: Ladder, tolerance: float) -> P
     timed: dict[int, list[tuple[SpeedPoint, CandidateRow]]] = defaultdict(list)
     notes: dict[int, str] = {}
     for row in fit:
-        for point in (point for ladder in row.ladders if ladder.same_clock(clock) for point in ladder.points):
+        for point in row.points_by(clock):
             if point.median is not None:
                 timed[point.size].append((point, row))
             elif row.label.candidate == BASELINE:
@@ -187,14 +200,11 @@ def accuracy_sentence(compared: Sequence[CandidateRow], taken: CandidateRow | No
     if not clear:
         return f"{text}; none of the {len(compared)} candidates can be told from {row.against} by these runs."
     better, worse, unclear = sum(m > 0 for m in clear), sum(m < 0 for m in clear), len(compared) - len(clear)
-    tally = [f"{better} {be(better)} clearly better than {row.against}"] if better else []
-    tally += [f"{worse} {be(worse)} clearly worse" + ("" if better else f" than {row.against}")] if worse else []
+    tally = [f"{better} {'is' if better == 1 else 'are'} clearly better than {row.against}"] if better else []
+    than = "" if better else f" than {row.against}"
+    tally += [f"{worse} {'is' if worse == 1 else 'are'} clearly worse{than}"] if worse else []
     tally += [f"{unclear} cannot be told from it"] if unclear else []
     return f"{text}; of {len(compared)} candidates, {listing(tally)}."
-
-
-def be(number: int) -> str:
-    return "is" if number == 1 else "are"
 
 
 def verdict(delta: Difference) -> str:

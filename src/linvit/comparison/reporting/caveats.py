@@ -29,6 +29,18 @@ METHOD = (
     " ladder (three points at least). They are of whole models, whose MLPs are linear: below 1 the device is not busy.",
     "MACs count contractions once each; FLOPs in the papers' tables follow the papers.",
 )
+DISTILLED = (
+    "Distilled: every candidate starts from the same softmax checkpoint. Zero-shot is its accuracy right after the"
+    " swap, agreement how often it then chooses the teacher's class, KL the mean divergence from the teacher, in"
+    " nats. Where softmax was not itself distilled, Δ is to the teacher."
+)
+MANY = "Intervals are not corrected for how many there are: of twenty that mean nothing, one leaves out zero by chance."
+SHARED = (
+    "shared their device with others: training time, images/s and training memory there say little. Accuracy and"
+    " inference speeds are not touched by it."
+)
+UNCOMMITTED = "Some runs were made from a working tree with uncommitted changes (commit ends in +)."
+SMALL = "The validation set is small: one image more or less is visible in the accuracy."
 NAMES = {
     "hardware": "Device",
     "cpu": "Processor",
@@ -45,69 +57,40 @@ NAMES = {
 
 
 def method(settings: Sequence[Setting]) -> list[str]:
-    lines = list(METHOD)
-    if any(setting.mode == "distil" for setting in settings):
-        lines.append(
-            "Distilled: every candidate starts from the same softmax checkpoint. Zero-shot is its accuracy right after"
-            " the swap, agreement how often it then chooses the teacher's class, KL the mean divergence from the"
-            " teacher, in nats. Where softmax was not itself distilled, Δ is to the teacher."
-        )
-    return lines
+    return [*METHOD, DISTILLED] if any(setting.mode == "distil" for setting in settings) else list(METHOD)
 
 
 def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
     """What a careful reader would ask about these very files."""
     rows = [row for setting in settings for row in setting.rows if not row.is_teacher]
     runs = [run for row in rows for run in row.runs]
-    found = []
     single = sum(len(row.runs) == 1 for row in rows)
-    if single:
-        found.append(
-            f"{single} of {len(rows)} rows rest on a single seed: their intervals know nothing of other seeds."
-        )
-    if len(rows) > 2:
-        found.append(
-            "Intervals are not corrected for how many there are: of twenty that mean nothing, one leaves out zero by"
-            " chance."
-        )
-    shared = [run for run in runs if run.training.shared > 1]
-    if shared:
-        found.append(
-            f"{len(shared)} of {len(runs)} trainings shared their device with others: training time, images/s and"
-            " training memory there say little. Accuracy and inference speeds are not touched by it."
-        )
-    machines = {run.environment.hardware for run in runs}
-    if len(machines) > 1:
-        found.append(f"Trained on different machines: {listing(sorted(machines))}.")
+    shared = sum(run.training.shared > 1 for run in runs)
+    machines = sorted({run.environment.hardware for run in runs})
     sources = {run.environment.source for run in runs}
-    if len(sources) > 1:
-        found.append(f"The runs come from {len(sources)} states of linvit's source; each names its own.")
-    if any((run.environment.commit or "").endswith("+") for run in runs):
-        found.append("Some runs were made from a working tree with uncommitted changes (commit ends in +).")
-    if rows and min(row.first.data.validation for row in rows) < 1000:
-        found.append("The validation set is small: one image more or less is visible in the accuracy.")
     unsafe = sorted({row.name for row in rows for d in ("float16", "bfloat16") if (f := row.drift(d)) and not f.finite})
-    if unsafe:
-        found.append(f"Not finite in half precision: {listing(unsafe)}.")
     points = [point for speed in results.speeds for point in speed.rows]
-    untimed = sum(bool(point.note) for point in points)
-    if untimed:
-        found.append(f"{untimed} timings are missing; the charts and the table say why.")
-    if not points:
-        found.append("No speed was measured: latency, memory and exponents are empty.")
-    if results.failures:
-        number = len(results.failures)
-        failed = "1 task failed" if number == 1 else f"{number} tasks failed"
-        found.append(f"{failed}, and what would have been measured is missing.")
-    return found + results.notes
+    untimed, failed = sum(bool(point.note) for point in points), len(results.failures)
+    said = [
+        (single, f"{single} of {len(rows)} rows rest on a single seed: their intervals know nothing of other seeds."),
+        (len(rows) > 2, MANY),
+        (shared, f"{shared} of {len(runs)} trainings {SHARED}"),
+        (len(machines) > 1, f"Trained on different machines: {listing(machines)}."),
+        (len(sources) > 1, f"The runs come from {len(sources)} states of linvit's source; each names its own."),
+        (any((run.environment.commit or "").endswith("+") for run in runs), UNCOMMITTED),
+        (any(row.first.data.validation < 1000 for row in rows), SMALL),
+        (unsafe, f"Not finite in half precision: {listing(unsafe)}."),
+        (untimed, f"{untimed} timings are missing; the charts and the table say why."),
+        (not points, "No speed was measured: latency, memory and exponents are empty."),
+        (failed, f"{failed} task{'s' if failed > 1 else ''} failed, and what would have been measured is missing."),
+    ]
+    return [sentence for called_for, sentence in said if called_for] + results.notes
 
 
 def inferred(names: Iterable[str]) -> list[tuple[str, str]]:
     """(mechanisms, sentence) of what we inferred about those compared, from the mechanisms' own docstrings."""
-    wanted: dict[str, None] = {}
-    for name in names:
-        parts = ("stella", "relu_quadratic") if name == "mixa" else (name,)
-        wanted |= dict.fromkeys(part for part in parts if part in list_mechanisms())
+    parts = [part for name in names for part in (("stella", "relu_quadratic") if name == "mixa" else (name,))]
+    wanted = [part for part in dict.fromkeys(parts) if part in list_mechanisms()]
     said: dict[str, list[str]] = defaultdict(list)
     for name in wanted:
         cls = mechanism_class(name)
@@ -132,19 +115,13 @@ def sentences(text: str) -> list[str]:
 def hardware(results: Results) -> dict[str, list[str]]:
     """What the numbers were made with: every value that occurs, by its name."""
     trained = [*results.runs, *results.teachers.values()]
-    found: dict[str, list[str]] = {}
-    for name, words in NAMES.items():
-        values = {getattr(result.environment, name) for result in [*trained, *results.speeds]} - {None}
-        if values:
-            found[words] = sorted(map(str, values))
-    data = {
+    made = [result.environment for result in [*trained, *results.speeds]]
+    found = {words: {getattr(environment, name) for environment in made} - {None} for name, words in NAMES.items()}
+    found["Data"] = {
         f"{d.name} ({d.train:,} train, {d.validation:,} validation), digest {d.digest}"
         for d in (run.data for run in trained)
         if d.train is not None
     }
-    if data:
-        found["Data"] = sorted(data)
+    told = {words: sorted(map(str, values)) for words, values in found.items() if values}
     seeds = sorted({run.seed for run in results.runs})
-    if seeds:
-        found["Seeds"] = [", ".join(map(str, seeds))]
-    return found
+    return {**told, "Seeds": [", ".join(map(str, seeds))]} if seeds else told

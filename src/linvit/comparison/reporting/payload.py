@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from linvit.attention import list_mechanisms
-from linvit.codec import digest, to_plain
-from linvit.comparison.reporting.answer import Answer
+from linvit.codec import to_plain
+from linvit.comparison.reporting.answer import Contents
 from linvit.comparison.results import Run
-from linvit.comparison.statistics.reading import Results
-from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting, teacher_of, use_of
+from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting, mean_of, teacher_of, use_of
 
 HUES, MARKERS = 8, 9  # as many as the page's style sheet and script have
 LONGEST = 150  # points of a curve
@@ -19,48 +21,34 @@ FIRST = ("castling", "stella", "mobile", "qt", "mixa")  # the five papers' come 
 Json = dict[str, Any]
 
 
-class Once:
-    """Values that many runs have in common, kept once."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.places: dict[str, int] = {}
-
-    def place(self, value: Any) -> int:
-        key = digest(value)
-        if key not in self.places:
-            self.places[key] = len(self.values)
-            self.values.append(value)
-        return self.places[key]
+def place(values: list[Any], value: Any) -> int:
+    """Where it lies among values that many runs have in common, kept once."""
+    if value not in values:
+        values.append(value)
+    return values.index(value)
 
 
-def payload(results: Results, settings: Sequence[Setting], answer: Answer) -> Json:
-    environments, configs, chips = Once(), Once(), Once()
-    rows: list[Json] = []
-    places: dict[int, int] = {}
-    for number, setting in enumerate(settings):
-        for row in setting.rows:
-            places[id(row)] = len(rows)
-            rows.append({"setting": number, **row_data(row, environments, configs, chips)})
+def payload(contents: Contents) -> Json:
+    data: Json = {"chips": [], "environments": [], "configs": []}
+    settings, rows = contents.settings, [row for setting in contents.settings for row in setting.rows]
+    numbers = {id(row): number for number, row in enumerate(rows)}
+    made = [{"setting": i, **row_data(row, data)} for i, setting in enumerate(settings) for row in setting.rows]
     picks = [
         {
             **vars(found),
-            "chip": chips.place(found.chip),
-            "picks": [{**vars(pick), "row": places.get(id(pick.row), -1)} for pick in found.picks],
+            "chip": place(data["chips"], found.chip),
+            "picks": [{**vars(pick), "row": numbers.get(id(pick.row), -1)} for pick in found.picks],
         }
-        for found in answer.picks
+        for found in contents.answer.picks
     ]
+    titles = zip(settings, apart(settings), strict=True)
     return {
-        "settings": [
-            {"title": name, "mode": setting.mode} for setting, name in zip(settings, apart(settings), strict=True)
-        ],
-        "rows": rounded(rows),
+        "settings": [{"title": name, "mode": setting.mode} for setting, name in titles],
+        "rows": rounded(made),
         "picks": rounded(picks),
-        "styles": styles(row.label.candidate for setting in settings for row in setting.rows),
-        "chips": chips.values,
-        "environments": environments.values,
-        "configs": configs.values,
-        "timed": {speed.candidate_key: speed.command or "" for speed in results.speeds},
+        "styles": styles(row.label.candidate for row in rows),
+        **data,
+        "timed": {speed.candidate_key: speed.command or "" for speed in contents.results.speeds},
     }
 
 
@@ -72,8 +60,9 @@ def apart(settings: Sequence[Setting]) -> list[str]:
     return [name[:1].upper() + name[1:] for name in names]
 
 
-def row_data(row: CandidateRow, environments: Once, configs: Once, chips: Once) -> Json:
-    first, curve = row.first, row.curve()
+def row_data(row: CandidateRow, data: Json) -> Json:
+    """What runs have in common goes to `data`."""
+    first, accuracy = row.first, mean_of([run.accuracy for run in row.runs])
     return {
         **to_plain(row.label),
         **to_plain(first.model),
@@ -85,19 +74,30 @@ def row_data(row: CandidateRow, environments: Once, configs: Once, chips: Once) 
         "top1": row.top1.mean,
         "interval": row.interval,
         "error": row.top1.standard_error,
-        "top5": row.mean(lambda run: run.accuracy.top5),
-        "best": row.mean(lambda run: run.accuracy.best),
+        "top5": accuracy.top5,
+        "best": accuracy.best,
         "delta": {**to_plain(row.delta), "against": row.against} if row.delta else None,
-        "training": to_plain(row.training),
+        "training": to_plain(mean_of([run.training for run in row.runs])),
         "drift": {dtype: to_plain(row.drift(dtype)) for dtype in ("float16", "bfloat16")},
         "conversion": to_plain(row.conversion) if row.conversion else {},
-        "curve": [to_plain(curve[i]) for i in thinned(len(curve))],
-        "ladders": [ladder_data(ladder, chips) for ladder in row.ladders],
-        "runs": [run_data(run, environments, configs) for run in row.runs],
+        "curve": curve(row),
+        "ladders": [ladder_data(ladder, data["chips"]) for ladder in row.ladders],
+        "runs": [run_data(run, data) for run in row.runs],
     }
 
 
-def run_data(run: Run, environments: Once, configs: Once) -> Json:
+def curve(row: CandidateRow) -> list[Json]:
+    """Top-1 after each epoch: the mean, the least and the greatest over the seeds."""
+    at: dict[float, list[float]] = defaultdict(list)
+    for run in row.runs:
+        for epoch in run.accuracy.epochs:
+            at[float(epoch.epoch)].append(epoch.top1)
+    epochs = sorted(at)
+    kept = ((epochs[i], at[epochs[i]]) for i in thinned(len(epochs)))
+    return [{"epoch": e, "mean": float(np.mean(tops)), "low": min(tops), "high": max(tops)} for e, tops in kept]
+
+
+def run_data(run: Run, data: Json) -> Json:
     identity = {name: value for name, value in to_plain(run.identity).items() if name not in ("seed", "data")}
     identity["config"] = {name: value for name, value in identity["config"].items() if name != "seed"}
     identity["teacher"] = teacher_of(run.identity) or None
@@ -112,15 +112,15 @@ def run_data(run: Run, environments: Once, configs: Once) -> Json:
         "when": run.environment.time,
         "command": run.command,
         "conversion": run.conversion.report if run.conversion else None,
-        "environment": environments.place(environment),
-        "config": configs.place(identity),
+        "environment": place(data["environments"], environment),
+        "config": place(data["configs"], identity),
     }
 
 
-def ladder_data(ladder: Ladder, chips: Once) -> Json:
+def ladder_data(ladder: Ladder, chips: list[str]) -> Json:
     return {
         **to_plain(ladder),
-        "chip": chips.place(ladder.chip),
+        "chip": place(chips, ladder.chip),
         "points": [
             {
                 **{name: getattr(point, name) for name in ("size", "tokens", "batch")},
@@ -156,9 +156,8 @@ def styles(candidates: Iterable[str]) -> dict[str, dict[str, int]]:
 
 def thinned(length: int) -> list[int]:
     """Which points of a long curve to keep: evenly spread, the last among them."""
-    if length <= LONGEST:
-        return list(range(length))
-    return sorted({round(i * (length - 1) / (LONGEST - 1)) for i in range(LONGEST)})
+    kept: list[int] = np.linspace(0, length - 1, min(length, LONGEST)).round().astype(int).tolist()
+    return kept
 
 
 def rounded(value: Any) -> Any:

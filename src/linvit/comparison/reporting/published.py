@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from math import comb
 
-from linvit.comparison.reporting.wording import listing, minus
-from linvit.comparison.statistics.estimates import Ranks, kendall
+from linvit.comparison.reporting.wording import listing, minus, short
+from linvit.comparison.statistics.estimates import kendall
 from linvit.comparison.statistics.rows import CandidateRow, Setting, paired
 from linvit.measurement.published import BY_MOBILE, TABLES, Printed
 
@@ -64,96 +65,97 @@ class Ranking:
     section: str
     patch: int  # ours
     places: tuple[RankedPair, ...]
-    ranks: Ranks | None
+    ranks: tuple[float, float] | None  # Kendall's tau, and its p-value
     by_seed: tuple[float, ...]  # tau of each seed on its own
     agreeing: int  # pairs that our runs tell apart, in their order
     contrary: tuple[tuple[str, str], ...]  # pairs that our runs tell apart, against their order; our better one first
+
+    def lines(self) -> list[list[str]]:
+        """In their order: candidate, their name, top-1 and rank, our top-1 and rank, parameters and MACs of both."""
+        return [
+            [place.row.name, place.label, place.theirs.accuracy, str(place.their_rank)]
+            + [f"{place.row.top1.mean:.2f}", str(place.our_rank), place.theirs.params, place.theirs.macs]
+            + [short(count) for count in (place.row.first.model.parameters, place.row.first.model.macs)]
+            for place in sorted(self.places, key=lambda place: place.their_rank)
+        ]
 
     def verdict(self) -> str:
         """Whether the orders agree, and how sure that is."""
         if self.ranks is None:
             return "Too few mechanisms are shared to compare the order."
-        text = f"Kendall's τ = {minus(f'{self.ranks.tau:.2f}')} over {self.ranks.count} mechanisms"
-        text += f" (p = {self.ranks.p_value:.2g}"
+        text = f"Kendall's τ = {minus(f'{self.ranks[0]:.2f}')} over {len(self.places)} mechanisms"
+        text += f" (p = {self.ranks[1]:.2g}"
         if len(self.by_seed) > 1:
             ends = dict.fromkeys(minus(f"{tau:.2f}") for tau in (min(self.by_seed), max(self.by_seed)))
             text += f"; seed by seed {' to '.join(ends)}"
-        pairs = len(self.places) * (len(self.places) - 1) // 2
-        text += (
-            f"). Of {pairs} pairs our runs tell {self.agreeing + len(self.contrary)} apart, each by its own paired 95 %"
-        )
-        text += f" interval: {self.agreeing} in the paper's order, {len(self.contrary)} against it"
+        pairs, told = comb(len(self.places), 2), self.agreeing + len(self.contrary)
+        text += f"). Of {pairs} pairs our runs tell {told} apart, each by its own paired 95 % interval:"
+        text += f" {self.agreeing} in the paper's order, {len(self.contrary)} against it"
         against = listing([f"{better} over {worse}" for better, worse in self.contrary])
         return f"{text} ({against})." if against else f"{text}."
 
 
 def claims(rows: Sequence[CandidateRow]) -> list[PaperClaim]:
-    """What the papers say a mechanism changes, for those that are among the rows."""
-    found = [claim(*MIXA, rows)] if any(row.label.mechanism == "mixa" for row in rows) else []
+    """What the papers say a mechanism changes, where both it and what it is compared with are among the rows."""
+    said = [MIXA]
     for table, prefix in FAMILIES.items():
-        printed = TABLES[table].sections[0].rows
-        for base, row in pairwise(printed):
+        for base, row in pairwise(TABLES[table].sections[0].rows):
+            change = top1_change(base, row)
             # what Mobile-Attention prints of Castling is not Castling's own claim
-            if row.label.startswith(prefix) and number(base) and number(row) and row.note != BY_MOBILE:
-                change = round((number(row) or 0) - (number(base) or 0), 2)
-                found.append(claim(TABLES[table].title, table, base.label, "softmax", change, row.note, rows))
+            if change is not None and row.label.startswith(prefix) and row.note != BY_MOBILE:
+                said.append((TABLES[table].title, table, base.label, "softmax", change, row.note))
     printed = TABLES["qtvit"].sections[0].rows
     for row, base in zip(printed[:6], printed[6:12], strict=True):
-        change = round((number(row) or 0) - (number(base) or 0), 2)
-        found.append(claim(TABLES["qtvit"].title, "qt", base.label, "relu_linear", change, row.note, rows))
-    return [made for made in found if made is not None]
+        said.append((TABLES["qtvit"].title, "qt", base.label, "relu_linear", top1_change(base, row) or 0.0, row.note))
+    found = []
+    for paper, mechanism, model, against, theirs, note in said:
+        ours, rival = nearest(mechanism, rows), next((row for row in rows if row.label.candidate == against), None)
+        if ours is not None and rival is not None:
+            delta = paired(ours, rival)
+            mean = delta.mean if delta else ours.top1.mean - rival.top1.mean
+            ends = delta.interval if delta else None
+            found.append(PaperClaim(paper, mechanism, model, against, theirs, ours, mean, ends, note))
+    return found
 
 
-def claim(
-    paper: str, mechanism: str, model: str, against: str, theirs: float, note: str, rows: Sequence[CandidateRow]
-) -> PaperClaim | None:
-    """None where we have not got both the mechanism and what it is compared with."""
-    ours = nearest(mechanism, rows)
-    base = next((row for row in rows if row.label.candidate == against), None)
-    if ours is None or base is None:
+def top1_change(base: Printed, row: Printed) -> float | None:
+    """In points; None where the paper prints no accuracy."""
+    try:
+        return round(float(row.accuracy) - float(base.accuracy), 2)
+    except ValueError:
         return None
-    found = paired(ours, base)
-    mean = ours.top1.mean - base.top1.mean if found is None else found.mean
-    return PaperClaim(paper, mechanism, model, against, theirs, ours, mean, found.interval if found else None, note)
 
 
 def nearest(mechanism: str, rows: Sequence[CandidateRow]) -> CandidateRow | None:
     """The candidate that is most like the paper's, whatever it scored: MixA keeps layers that an analysis names; else
     the one with the most seeds, and with the fewest options of its own."""
-    fitting = [row for row in rows if row.label.mechanism == mechanism]
-
-    def likeness(row: CandidateRow) -> tuple[bool, int, int, str]:
-        name = row.label.candidate
-        return "layers=measured" in name, len(row.runs), -len(name), name
-
-    return max(fitting, key=likeness, default=None)
+    fitting = {row.label.candidate: row for row in rows if row.label.mechanism == mechanism}
+    best = max(
+        fitting, key=lambda name: ("layers=measured" in name, len(fitting[name].runs), -len(name), name), default=""
+    )
+    return fitting.get(best)
 
 
 def rankings(setting: Setting) -> list[Ranking]:
     """The Fair Comparison's tables beside our rows of each place; its finer patches beside our finest."""
-    places: dict[tuple[int, int, str], list[CandidateRow]] = {}
-    for row in setting.rows:
-        if not row.is_teacher:
-            places.setdefault(row.place, []).append(row)
-    ordered = sorted(places.values(), key=lambda rows: (rows[0].patch, -rows[0].label.size))
+    places = sorted(setting.places(teachers=False), key=lambda rows: (rows[0].patch, -rows[0].label.size))
     made = []
-    for index, rows in enumerate(ordered):
+    for index, rows in enumerate(places):
         section = TABLES["fair"].sections[min(index, 1)]
         pairs = [(printed, found) for printed in section.rows if (found := same(printed, rows)) is not None]
-        if len(pairs) < 3:
-            continue
-        made.append(rank_pairs(section.title, pairs))
+        if len(pairs) >= 3:
+            made.append(rank_pairs(section.title, pairs))
     return made
 
 
 def rank_pairs(section: str, pairs: Sequence[tuple[Printed, CandidateRow]]) -> Ranking:
-    theirs, ours = [number(printed) or 0.0 for printed, _ in pairs], [row.top1.mean for _, row in pairs]
-    places = [
-        RankedPair(printed.label, printed, row, rank(theirs, i), rank(ours, i))
-        for i, (printed, row) in enumerate(pairs)
-    ]
-    seeds = set.intersection(*(set(row.seeds) for _, row in pairs))
-    alone = [kendall(theirs, [row.at(seed) for _, row in pairs]) for seed in sorted(seeds)]
+    theirs, ours = [float(printed.accuracy) for printed, _ in pairs], [row.top1.mean for _, row in pairs]
+    ranks_of = ([1 + sum(a > b for a in values) for b in values] for values in (theirs, ours))
+    ranked = zip(pairs, *ranks_of, strict=True)
+    places = [RankedPair(printed.label, printed, row, *ranks) for (printed, row), *ranks in ranked]
+    tops = [{run.seed: run.top1 for run in row.runs} for _, row in pairs]
+    seeds = set.intersection(*(set(top1) for top1 in tops))
+    alone = [kendall(theirs, [top1[seed] for top1 in tops]) for seed in sorted(seeds)]
     agreeing, contrary = 0, []
     for a, b in combinations(places, 2):
         found = paired(a.row, b.row)
@@ -163,15 +165,9 @@ def rank_pairs(section: str, pairs: Sequence[tuple[Printed, CandidateRow]]) -> R
             agreeing += 1
         else:
             contrary.append((a.row.name, b.row.name) if found.mean > 0 else (b.row.name, a.row.name))
-    return Ranking(
-        section,
-        pairs[0][1].patch,
-        tuple(places),
-        kendall(theirs, ours),
-        tuple(ranks.tau for ranks in alone if ranks is not None),
-        agreeing,
-        tuple(contrary),
-    )
+    by_seed = tuple(found[0] for found in alone if found is not None)
+    patch, ranks = pairs[0][1].patch, kendall(theirs, ours)
+    return Ranking(section, patch, tuple(places), ranks, by_seed, agreeing, tuple(contrary))
 
 
 def same(printed: Printed, rows: Sequence[CandidateRow]) -> CandidateRow | None:
@@ -179,14 +175,3 @@ def same(printed: Printed, rows: Sequence[CandidateRow]) -> CandidateRow | None:
     wanted = FAIR[printed.label.rpartition("-")[0]]
     fitting = [row for row in rows if (row.label.mechanism, "lpi=true" in row.label.candidate) == wanted]
     return max(fitting, key=lambda row: "variant=fair" in row.label.candidate, default=None)
-
-
-def rank(values: Sequence[float], index: int) -> int:
-    return 1 + sum(value > values[index] for value in values)
-
-
-def number(printed: Printed) -> float | None:
-    try:
-        return float(printed.accuracy)
-    except ValueError:
-        return None

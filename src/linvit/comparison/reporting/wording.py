@@ -13,8 +13,8 @@ def count(number: float | None) -> str:
     return "–" if number is None else f"{number:,.0f}"
 
 
-def accuracy(percent: float | None, digits: int = 1) -> str:
-    return "–" if percent is None else f"{percent:.{digits}f} %"
+def accuracy(percent: float | None) -> str:
+    return "–" if percent is None else f"{percent:.1f} %"
 
 
 def points(number: float, *, sign: bool = False) -> str:
@@ -23,8 +23,13 @@ def points(number: float, *, sign: bool = False) -> str:
     return f"{text} {'point' if number == 1 and not sign else 'points'}"
 
 
-def interval(ends: tuple[float, float] | None, digits: int = 1) -> str:
-    return "" if ends is None else minus(f"[{ends[0]:+.{digits}f}, {ends[1]:+.{digits}f}]")
+def interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else minus(f"[{ends[0]:+.1f}, {ends[1]:+.1f}]")
+
+
+def change(mean: float, ends: tuple[float, float] | None) -> str:
+    """`−0.40 [−1.2, +0.4]`."""
+    return f"{minus(f'{mean:+.2f}')} {interval(ends)}".strip()
 
 
 def multiple(ratio: float) -> str:

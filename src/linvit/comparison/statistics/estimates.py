@@ -21,7 +21,6 @@ class Estimate:
     mean: float
     standard_error: float | None
     interval: tuple[float, float] | None
-    count: int
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,7 @@ class Fit:
     points: int
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Kendall's tau-b of two rankings, and how often chance alone would be as far from zero."""
-
-    tau: float
-    p_value: float
-    count: int
+Scored = tuple[float, np.ndarray | None]  # an accuracy, and which images were right where that is known
 
 
 def average(values: Iterable[float | None]) -> float | None:
@@ -64,57 +57,46 @@ def average(values: Iterable[float | None]) -> float | None:
     return sum(there) / len(there) if there else None
 
 
-def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
+def estimate(values: Sequence[float]) -> Estimate:
     """The mean over seeds with Student's interval, which is wide for few of them, as it should be."""
     if not len(values):
         raise LinvitError("there is nothing to take the mean of")
-    mean = float(np.mean(values))
-    if len(values) == 1:
-        return Estimate(mean, None, None, 1)
-    variance = float(np.var(values, ddof=1)) / len(values)
-    return Estimate(mean, variance**0.5, around(mean, variance, len(values) - 1, level), len(values))
+    mean, count = float(np.mean(values)), len(values)
+    if count == 1:
+        return Estimate(mean, None, None)
+    variance = float(np.var(values, ddof=1)) / count
+    return Estimate(mean, variance**0.5, around(mean, variance, count - 1, LEVEL))
 
 
-def difference(
-    a: Mapping[int, float],
-    b: Mapping[int, float],
-    a_right: Mapping[int, np.ndarray] | None = None,
-    b_right: Mapping[int, np.ndarray] | None = None,
-    level: float = LEVEL,
-) -> Difference | None:
-    """How much better a is than b over the seeds they share, or None where they share none.
-
-    `a` and `b` hold each seed's accuracy, `a_right` and `b_right` which images it got right. Where those are known for
-    all shared seeds and for the same images, the difference is paired over images as well.
-    """
+def difference(a: Mapping[int, Scored], b: Mapping[int, Scored]) -> Difference | None:
+    """How much better a is than b over the seeds they share, or None where they share none. Where it is known for all
+    of them which images were right, and the images are the same, the difference is paired over images as well."""
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         return None
-    bits = [(a_right or {}).get(seed) for seed in seeds], [(b_right or {}).get(seed) for seed in seeds]
-    sizes = {None if right is None else len(right) for side in bits for right in side}
-    if len(sizes) == 1 and None not in sizes and min(size or 0 for size in sizes) > 1:
-        found = paired_difference(bits[0], bits[1], level=level)
+    bits = [[side[seed][1] for seed in seeds] for side in (a, b)]
+    images = {0 if right is None else len(right) for side in bits for right in side}
+    if len(images) == 1 and min(images) > 1:
+        found = paired_difference(*bits, level=LEVEL)
         return Difference(found.mean, found.interval, found.seeds_interval, found.seeds, found.images)
-    over = estimate([a[seed] - b[seed] for seed in seeds], level)
-    return Difference(over.mean, over.interval, over.interval, over.count, 0)
+    over = estimate([a[seed][0] - b[seed][0] for seed in seeds])
+    return Difference(over.mean, over.interval, over.interval, len(seeds), 0)
 
 
-def fit_exponent(x: Sequence[float], y: Sequence[float], level: float = LEVEL) -> Fit | None:
-    """The slope of log y over log x by least squares.
+def fit_exponent(given: Iterable[tuple[float, float]]) -> Fit | None:
+    """The slope of log y over log x, of pairs of x and y, by least squares.
 
     It is fitted to the upper half of the ladder, three points at least where there are as many: what a call costs
     whatever its size would pull the exponent down at the lower end.
     """
-    points = sorted((a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > 0)
+    points = sorted((x, y) for x, y in given if x > 0 and y > 0)
     points = points[-max(3, (len(points) + 1) // 2) :]
-    if len({a for a, _ in points}) < 2:
+    if len({x for x, _ in points}) < 2:
         return None
     logs = np.log(np.array(points, dtype=np.float64))
     line = stats.linregress(logs[:, 0], logs[:, 1])
-    interval = None
-    if len(points) > 2:
-        interval = around(float(line.slope), float(line.stderr) ** 2, len(points) - 2, level)
-    return Fit(float(line.slope), interval, len(points))
+    slope, variance, freedom = float(line.slope), float(line.stderr) ** 2, len(points) - 2
+    return Fit(slope, around(slope, variance, freedom, LEVEL) if freedom else None, len(points))
 
 
 def pareto_front(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
@@ -130,9 +112,10 @@ def pareto_front(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
     return front
 
 
-def kendall(a: Sequence[float], b: Sequence[float]) -> Ranks | None:
-    """Whether two rankings of the same things agree; None where fewer than three, or one side, is ranked at all."""
+def kendall(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
+    """Whether two rankings of the same things agree: tau-b, and how often chance alone would be as far from zero. None
+    where fewer than three, or one side, is ranked at all."""
     if len(a) < 3 or len(set(a)) < 2 or len(set(b)) < 2:
         return None
-    tau, p_value = stats.kendalltau(a, b)
-    return Ranks(float(tau), float(p_value), len(a))
+    found = stats.kendalltau(a, b)
+    return float(found.statistic), float(found.pvalue)

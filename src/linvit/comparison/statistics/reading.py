@@ -31,9 +31,9 @@ def read(stores: Sequence[str | Path]) -> Results:
         store = open_store(path)
         results.stores.append(store_name(path))
         for result in store.results():
-            which = result.kind, result.key, distinction(result)
-            if which not in seen:
-                seen.add(which)
+            apart = result.environment.hardware if isinstance(result, Speed) else getattr(result, "attempt", None)
+            if (result.kind, result.key, apart) not in seen:
+                seen.add((result.kind, result.key, apart))
                 add(results, result)
         results.notes += [note.replace(f"{path}/", "") for note in store.notes]
     finished = {result.key for result in [*results.runs, *results.teachers.values(), *results.speeds]}
@@ -42,13 +42,6 @@ def read(stores: Sequence[str | Path]) -> Results:
     if not results.runs and not results.speeds and not results.failures:
         raise LinvitError(f"nothing to report in {', '.join(map(str, stores))}: no result file was found")
     return results
-
-
-def distinction(result: Run | Speed | Failure) -> object:
-    """What tells results of one key apart: the attempt of a failure, the hardware of a speed."""
-    if isinstance(result, Failure):
-        return result.attempt
-    return result.environment.hardware if isinstance(result, Speed) else None
 
 
 def add(results: Results, result: Run | Speed | Failure) -> None:
@@ -60,9 +53,8 @@ def add(results: Results, result: Run | Speed | Failure) -> None:
         results.speeds.append(result)
     else:
         if result.right is None:
-            results.notes.append(
-                f"Run {result.key}: the images' results do not fit its accuracy; only the total is used."
-            )
+            note = f"Run {result.key}: the images' results do not fit its accuracy; only the total is used."
+            results.notes.append(note)
         if result.kind == "teacher":
             results.teachers[result.key] = result
         else:

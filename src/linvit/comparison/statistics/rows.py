@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from linvit.codec import digest, to_plain
 from linvit.comparison.description.identity import counted_config
-from linvit.comparison.results import (
-    Conversion,
-    Drift,
-    Label,
-    Run,
-    Speed,
-    SpeedPoint,
-    TrainedTeacher,
-    Training,
-    TrainingIdentity,
-)
+from linvit.comparison.results import Conversion, Drift, Label, Run, Speed, SpeedPoint, TrainedTeacher, TrainingIdentity
 from linvit.comparison.statistics.estimates import (
     Difference,
     Estimate,
@@ -54,18 +42,7 @@ class Ladder:
 
     def same_clock(self, other: Ladder) -> bool:
         """Whether two candidates were timed on the same chip in the same way."""
-        ours, theirs = ((s.chip, s.what, s.many) for s in (self, other))
-        return ours == theirs
-
-
-@dataclass(frozen=True)
-class CurvePoint:
-    """Top-1 after an epoch: the mean, the least and the greatest over the seeds."""
-
-    epoch: float
-    mean: float
-    low: float
-    high: float
+        return (self.chip, self.what, self.many) == (other.chip, other.what, other.many)
 
 
 @dataclass(eq=False)
@@ -76,43 +53,26 @@ class CandidateRow:
     is_teacher: bool = False
     baseline: CandidateRow | None = None
     against: str = BASELINE  # or the teacher, where softmax was not distilled
+    first: Run = field(init=False)
+    label: Label = field(init=False)
+    name: str = field(init=False)
+    patch: int = field(init=False)  # 0 where the architecture's own is not known
+    seeds: list[int] = field(init=False)
     top1: Estimate = field(init=False)
     delta: Difference | None = None
     ladders: list[Ladder] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.runs.sort(key=lambda run: run.seed)
+        self.first, self.label = self.runs[0], self.runs[0].label
+        self.name = f"{self.label.candidate} (teacher)" if self.is_teacher else self.label.candidate
+        self.patch, self.seeds = self.label.patch or 0, [run.seed for run in self.runs]
         self.top1 = estimate([run.top1 for run in self.runs])
 
     @property
-    def first(self) -> Run:
-        return self.runs[0]
-
-    @property
-    def label(self) -> Label:
-        return self.first.label
-
-    @property
-    def patch(self) -> int:
-        """0 where the architecture's own is not known."""
-        return self.label.patch or 0
-
-    @property
-    def name(self) -> str:
-        return f"{self.label.candidate} (teacher)" if self.is_teacher else self.label.candidate
-
-    @property
     def place(self) -> tuple[int, int, str]:
-        """Rows of one place are compared with each other: patch, resolution, teacher."""
-        return self.patch, self.label.size, teacher_of(self.first.identity)
-
-    @property
-    def seeds(self) -> list[int]:
-        return [run.seed for run in self.runs]
-
-    def at(self, seed: int) -> float:
-        """Top-1 of one seed."""
-        return next(run.top1 for run in self.runs if run.seed == seed)
+        """Rows of one place are compared with each other: patch, resolution, teacher, which is itself one of them."""
+        return self.patch, self.label.size, self.first.key if self.is_teacher else teacher_of(self.first.identity)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -122,9 +82,9 @@ class CandidateRow:
             return self.top1.interval
         return self.top1.mean - 1.96 * error, self.top1.mean + 1.96 * error
 
-    def mean(self, of: Callable[[Run], float | None]) -> float | None:
-        """The mean over seeds of a number of the runs."""
-        return average(of(run) for run in self.runs)
+    def points_by(self, clock: Ladder) -> list[SpeedPoint]:
+        """All that was timed as that clock times."""
+        return [point for ladder in self.ladders if ladder.same_clock(clock) for point in ladder.points]
 
     @property
     def conversion(self) -> Conversion | None:
@@ -132,22 +92,10 @@ class CandidateRow:
         found = [run.conversion for run in self.runs if run.conversion is not None]
         return mean_of(found) if found else None
 
-    @property
-    def training(self) -> Training:
-        """Means over seeds."""
-        return mean_of([run.training for run in self.runs])
-
     def drift(self, dtype: str) -> Drift | None:
         """Half precision: means over seeds, finite only if all are."""
         found = [d for run in self.runs for d in run.drift if d.dtype == dtype and d.finite is not None]
         return replace(mean_of(found), finite=all(d.finite for d in found)) if found else None
-
-    def curve(self) -> list[CurvePoint]:
-        at: dict[float, list[float]] = defaultdict(list)
-        for run in self.runs:
-            for epoch in run.accuracy.epochs:
-                at[float(epoch.epoch)].append(epoch.top1)
-        return [CurvePoint(e, float(np.mean(found)), min(found), max(found)) for e, found in sorted(at.items())]
 
 
 def mean_of(records: Sequence[T]) -> T:
@@ -169,6 +117,14 @@ class Setting:
     mode: str
     rows: tuple[CandidateRow, ...]
 
+    def places(self, *, teachers: bool) -> list[list[CandidateRow]]:
+        """The rows that are compared with each other, with or without the teacher that they learnt from."""
+        found: dict[tuple[int, int, str], list[CandidateRow]] = defaultdict(list)
+        for row in self.rows:
+            if teachers or not row.is_teacher:
+                found[row.place].append(row)
+        return list(found.values())
+
 
 def settings(results: Results) -> list[Setting]:
     """All rows, grouped by what is compared with what; the largest comparison first."""
@@ -185,7 +141,9 @@ def settings(results: Results) -> list[Setting]:
     for (setting, _, _), runs in groups.items():
         by_setting[setting].append(CandidateRow(runs))
     for rows in by_setting.values():
-        add_teachers(rows, results)
+        # A teacher that was trained as part of the comparison stands beside those that learnt from it.
+        taught = {teacher_of(row.first.identity) for row in rows} & results.teachers.keys()
+        rows += [CandidateRow([results.teachers[key]], is_teacher=True) for key in sorted(taught)]
         add_differences(rows)
     add_ladders([row for rows in by_setting.values() for row in rows], results.speeds)
     made = [Setting(key, title(rows), rows[0].label.mode, tuple(rows)) for key, rows in by_setting.items()]
@@ -201,13 +159,12 @@ def settings(results: Results) -> list[Setting]:
 
 def setting_of(run: Run) -> str:
     """A digest of what all runs that are compared with each other have in common."""
-    identity = run.identity
     common = {
         "mode": run.label.mode,
-        "architecture": identity.architecture,
-        "data": identity.data.digest or run.data.digest,
-        "config": shared_config(identity),
-        "teacher": school(identity),
+        "architecture": run.identity.architecture,
+        "data": run.identity.data.digest or run.data.digest,
+        "config": shared_config(run.identity),
+        "teacher": school(run.identity),
     }
     return digest(common)
 
@@ -248,24 +205,20 @@ def title(rows: Sequence[CandidateRow]) -> str:
     return ", ".join(words)
 
 
-def add_teachers(rows: list[CandidateRow], results: Results) -> None:
-    """A teacher that was trained as part of the comparison stands beside those that learnt from it."""
-    for key in sorted({teacher_of(row.first.identity) for row in rows} & set(results.teachers)):
-        rows.append(CandidateRow([results.teachers[key]], is_teacher=True))
-
-
 def add_differences(rows: Sequence[CandidateRow]) -> None:
-    places = {row.place: row for row in rows if row.label.candidate == BASELINE and not row.is_teacher}
+    """To softmax of the same place, or else to the teacher; of one from elsewhere only its accuracy is known."""
+    softmax = {row.place: row for row in rows if row.label.candidate == BASELINE and not row.is_teacher}
     teachers = {row.first.key: row for row in rows if row.is_teacher}
     for row in rows:
-        base = places.get(row.place) or teachers.get(teacher_of(row.first.identity))
+        base = softmax.get(row.place) or teachers.get(teacher_of(row.first.identity))
         if base is row or row.is_teacher:
             continue
-        if base is None:
-            add_difference_to_teacher(row)
-            continue
-        row.baseline, row.against = base, "the teacher" if base.is_teacher else BASELINE
-        row.delta = paired(row, base)
+        row.baseline, row.against = base, "the teacher" if base is None or base.is_teacher else BASELINE
+        if base is not None:
+            row.delta = paired(row, base)
+        else:
+            known = {run.seed: (run.conversion.teacher_top1, None) for run in row.runs if run.conversion is not None}
+            row.delta = difference({run.seed: (run.top1, None) for run in row.runs}, known)
 
 
 def paired(row: CandidateRow, base: CandidateRow) -> Difference | None:
@@ -273,18 +226,13 @@ def paired(row: CandidateRow, base: CandidateRow) -> Difference | None:
     theirs = {run.seed: run for run in base.runs}
     if base.is_teacher:  # one teacher, whatever the seed of those that learnt from it
         theirs = dict.fromkeys(row.seeds, base.first)
-    return difference(
-        {run.seed: run.top1 for run in row.runs},
-        {seed: run.top1 for seed, run in theirs.items()},
-        {run.seed: run.right for run in row.runs if run.right is not None},
-        {seed: run.right for seed, run in theirs.items() if run.right is not None},
-    )
+    return difference_of_runs({run.seed: run for run in row.runs}, theirs)
 
 
-def add_difference_to_teacher(row: CandidateRow) -> None:
-    """Where the teacher came from elsewhere only its accuracy is known."""
-    known = {run.seed: run.conversion.teacher_top1 for run in row.runs if run.conversion is not None}
-    row.against, row.delta = "the teacher", difference({run.seed: run.top1 for run in row.runs}, known)
+def difference_of_runs(a: Mapping[int, Run], b: Mapping[int, Run]) -> Difference | None:
+    """The same for runs by seed."""
+    scores = ({seed: (run.top1, run.right) for seed, run in side.items()} for side in (a, b))
+    return difference(*scores)
 
 
 def add_ladders(rows: Sequence[CandidateRow], speeds: Sequence[Speed]) -> None:
@@ -306,22 +254,19 @@ def ladders(speeds: Iterable[Speed]) -> list[Ladder]:
     found: dict[tuple[str, str, str, bool], dict[int, SpeedPoint]] = defaultdict(dict)
     for point, chip in sorted(timed, key=lambda row: (row[0].tokens, row[0].batch)):
         found[point.device, chip, point.what, point.batch > 1].setdefault(point.size, point)
-    return [ladder(*which, tuple(points.values())) for which, points in sorted(found.items())]
-
-
-def ladder(device: str, chip: str, what: str, many: bool, points: tuple[SpeedPoint, ...]) -> Ladder:
-    timed = [(p.tokens, p.median / p.batch) for p in points if p.median is not None]
-    held = [(p.tokens, p.peak_bytes / p.batch) for p in points if p.peak_bytes is not None]
-    time, memory = (fit_exponent([x for x, _ in found], [y for _, y in found]) for found in (timed, held))
-    return Ladder(device, chip, what, many, points, time, memory)
+    made = []
+    for which, at_size in sorted(found.items()):
+        points = tuple(at_size.values())
+        time = fit_exponent((p.tokens, p.median / p.batch) for p in points if p.median is not None)
+        memory = fit_exponent((p.tokens, p.peak_bytes / p.batch) for p in points if p.peak_bytes is not None)
+        made.append(Ladder(*which, points, time, memory))
+    return made
 
 
 def chip_of(speed: Speed, point: SpeedPoint) -> str:
     """A chip as people name it, without the maker's ornaments, and how it was used."""
-    name = speed.chip(point)
-    for ornament in ("(R)", "(TM)", " Processor", " CPU", " with Radeon Graphics"):
-        name = name.replace(ornament, "")
-    name = re.sub(r" \d+-Core\b", "", name)
+    ornaments = r"\(R\)|\(TM\)| Processor| CPU| with Radeon Graphics| \d+-Core\b"
+    name = re.sub(ornaments, "", speed.chip(point))
     return ", ".join([f"CPU {name}" if point.device == "cpu" else name, *use_of(point)])
 
 
