@@ -14,19 +14,13 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify import (
-    Augmentation,
-    Images,
-    Preprocessing,
-    Resident,
-    Streamed,
-    decode,
-    open_images,
-    streaming,
-)
-from linvit.tasks.classify.cutting import channels_first, cut, cut_all
-from linvit.tasks.classify.decoding import decode_jpegs, plain_jpeg
+from linvit.tasks.classify import streaming
+from linvit.tasks.classify.data import Images, open_images
+from linvit.tasks.classify.decoding import channels_first, cut, cut_all, decode_jpegs, plain_jpeg
 from linvit.tasks.classify.geometry import CROP_COLUMNS, draw_boxes, frames_of
+from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
+from linvit.tasks.classify.resident import Resident, decode
+from linvit.tasks.classify.streaming import Streamed
 from tests.tasks.classify.pictures import archive, photographs
 from tests.tasks.classify.test_resident import equal
 
@@ -134,7 +128,7 @@ def test_crops_on_the_device_are_pillows(how: str, most: int) -> None:
 def test_large_crops_and_two_filters_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = [torch.full((3, 40 + 30 * i, 50), 10 * i, dtype=torch.uint8) for i in range(6)]
     boxes = torch.tensor([[0.0, 0, picture.shape[1], 50] for picture in pictures])
-    monkeypatch.setattr("linvit.tasks.classify.cutting.LARGE", 100)
+    monkeypatch.setattr("linvit.tasks.classify.decoding.LARGE", 100)
     found = cut_all(pictures, boxes, (8, 8), ["bilinear", "bicubic"] * 3)
     assert found[:, 0, 0, 0].tolist() == [0, 10, 20, 30, 40, 50]
 

@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify import Evaluation, Pixels, Preprocessing, Resident, evaluate, paired_difference
-from linvit.tasks.classify.metrics import gather
+from linvit.tasks.classify.metrics import Evaluation, evaluate, gather
+from linvit.tasks.classify.pairing import paired_difference
+from linvit.tasks.classify.preprocessing import Preprocessing
+from linvit.tasks.classify.resident import Pixels, Resident
 from linvit.training.objectives.teacher import Teacher
 
 SIZE = Preprocessing((4, 4), (0.5,), (0.5,))

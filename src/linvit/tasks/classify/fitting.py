@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from linvit.conversion.saving import label_names, note
 from linvit.errors import LinvitError, Unreadable, unknown
 from linvit.files import locked, write_json
 from linvit.measurement.record import environment
-from linvit.tasks.classify.checks import RUN, check_labels, check_same, check_size, check_teacher_size, outputs_of
-from linvit.tasks.classify.classes import match_sets
-from linvit.tasks.classify.data import Images, Stream
+from linvit.tasks.classify import checks
+from linvit.tasks.classify.data import Images, Split, Stream
 from linvit.tasks.classify.metrics import Evaluation, evaluate
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
@@ -37,7 +36,6 @@ LOADERS = ("auto", "resident", "streamed")
 SMALL = 4 * 2**30  # bytes of decoded pictures up to which a set goes to the device by itself
 CHECKED = 2  # so many training batches at once in evaluation, which keeps nothing for a backward pass
 PATIENCE = 10.0  # seconds to wait for a folder: the workers of a killed run outlive it a little
-Split = Images | Stream
 
 
 @dataclass(frozen=True)
@@ -78,34 +76,30 @@ class Sets:
         augmentation: Augmentation | None = None,
     ) -> BatchSource:
         """The batches of a split, on the device or streamed to it; without augmentation, for evaluation."""
+        device, batch = processes.device, config.batch_size // (processes.world * config.accumulate)
         place: dict[str, Any] = {"seed": config.seed, "rank": processes.rank, "world": processes.world}
-        place |= {"repeats": config.repeats, "augmentation": augmentation}
-        batch = config.batch_size // (processes.world * config.accumulate)
+        place |= {"repeats": config.repeats, "augmentation": augmentation, "compile": compiles(config, device)}
         if not self.resident(split, preprocessing.size):
-            place |= {"device": processes.device, "workers": self.workers}
-            return Streamed(split, preprocessing, batch, classes, compile=compiles(config, processes.device), **place)
+            return Streamed(split, preprocessing, batch, classes, device=device, workers=self.workers, **place)
         training = augmentation is not None
         how: dict[str, Any] = {"progress": self.progress, "held": self.held}
-        pixels = decode(split, preprocessing, device=processes.device, training=training, **how)
-        batch = batch if training else batch * CHECKED
-        return Resident(pixels, preprocessing, batch, classes, compile=compiles(config, processes.device), **place)
+        pixels = decode(split, preprocessing, device=device, training=training, **how)
+        return Resident(pixels, preprocessing, batch if training else batch * CHECKED, classes, **place)
 
 
 class Classification(Task):
     """The best weights have the highest top-1, or where there are no labels agree with the teacher most often."""
 
-    def __init__(
-        self, checks: BatchSource | None, labelled: bool, teacher: nn.Module | None, processes: Processes
-    ) -> None:
-        self.checks, self.labelled, self.teacher, self.precision = checks, labelled, teacher, processes.precision
-        if checks is not None:
+    def __init__(self, source: BatchSource | None, labelled: bool, teacher: nn.Module | None, processes: Processes):
+        self.source, self.labelled, self.teacher, self.precision = source, labelled, teacher, processes.precision
+        if source is not None:
             self.best = "top1" if labelled else "agreement"
 
     def evaluate(self, model: nn.Module, teacher: nn.Module | None) -> Evaluation:
-        if self.checks is None:
+        if self.source is None:
             raise LinvitError("there is no validation set to evaluate on")
         asked = Teacher(teacher, student=model, precision=self.precision) if teacher is not None else None
-        return evaluate(model, self.checks, teacher=asked, labelled=self.labelled)
+        return evaluate(model, self.source, teacher=asked, labelled=self.labelled)
 
     def metrics(self, model: nn.Module) -> Mapping[str, float]:
         return self.evaluate(model, None if self.labelled else self.teacher).metrics()
@@ -129,10 +123,10 @@ class Fitting:
     ) -> None:
         self.processes = processes = processes or make_processes(config)
         self.config, self.output = config, output or Output()
-        classes = outputs_of(model)
-        train, validation = match_sets(sets.train, sets.validation, model, classes)
+        classes = checks.outputs_of(model)
+        train, validation = checks.match_sets(sets.train, sets.validation, model, classes)
         sets = replace(sets, train=train, validation=validation)
-        check_labels(config, train, validation)
+        checks.check_labels(config, train, validation)
         size = config.size or max(config.random_sizes, default=None)
         preprocessing = Preprocessing.of(model, size, config.test_crop)
         model.to(processes.device)
@@ -170,11 +164,11 @@ class Fitting:
             self.note(f"{type(model).__name__} has no place for drop path: left out" if config.drop_path else "")
         channels, sides = len(preprocessing.mean), {(side, side) for side in config.random_sizes}
         for shape in sides | ({preprocessing.size} if config.size or sides else set()):
-            check_size(model, shape, channels)
+            checks.check_size(model, shape, channels)
         if teacher is not None:
             teacher.to(device)
             for shape in {preprocessing.size, *sides}:
-                check_teacher_size(teacher, shape, channels)
+                checks.check_teacher_size(teacher, shape, channels)
         if compiles(config, device):
             # The compiler gives up on a function after a few different uses of it and leaves it slow, so what it holds
             # of earlier runs goes first.
@@ -186,28 +180,24 @@ class Fitting:
 
     def run(self, *, resume: bool = False) -> Outcome:
         """Train to the end, or with `resume` go on to it. Nobody else trains into the folder meanwhile."""
-        folder = self.output.folder
-        if folder is None or not self.processes.first:
-            return self.run_alone(folder, resume)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder, first = self.output.folder, self.processes.first
         busy = f"another process trains into {folder}: wait for it, or give another folder"
-        with locked(folder, wait=PATIENCE, busy=busy):
-            return self.run_alone(folder, resume)
-
-    def run_alone(self, folder: Path | None, resume: bool) -> Outcome:
-        if folder is not None and resume:
-            check_same(folder, self.config, self.identity)
-        if folder is not None and self.processes.first and not self.engine.state.begun:
-            record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
-            write_json(folder / RUN, {**record, "environment": environment(self.processes.device)})
-        vars(self.engine.model).pop("linvit_source", None)  # from now on the weights are its own
-        try:
-            return self.engine.run(resume=resume)
-        except Unreadable as error:
-            if folder is None:
-                raise
-            reason = "a run goes on with the same images only"
-            raise Unreadable(f"{error}; replace the file rather than delete it: {reason}") from None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, wait=PATIENCE, busy=busy) if folder is not None and first else nullcontext():
+            if folder is not None and resume:
+                checks.check_same(folder, self.config, self.identity)
+            if folder is not None and first and not self.engine.state.begun:
+                record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
+                write_json(folder / checks.RUN, {**record, "environment": environment(self.processes.device)})
+            vars(self.engine.model).pop("linvit_source", None)  # from now on the weights are its own
+            try:
+                return self.engine.run(resume=resume)
+            except Unreadable as error:
+                if folder is None:
+                    raise
+                reason = "a run goes on with the same images only"
+                raise Unreadable(f"{error}; replace the file rather than delete it: {reason}") from None
 
     @property
     def shown(self) -> nn.Module:
