@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify.geometry import CROP_COLUMNS, Boxes, resample
+from linvit.tasks.classify.geometry import CROP_COLUMNS, resample
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of
 from linvit.tasks.classify.randaugment import RandAugment, jitter
 from linvit.training.engine.capture import Replayed
@@ -87,10 +87,10 @@ class Augmenter:
         self, augmentation: Augmentation, preprocessing: Preprocessing, classes: int, device: torch.device
     ) -> None:
         self.augmentation, self.preprocessing, self.classes, self.device = augmentation, preprocessing, classes, device
-        self.policy = RandAugment.parse(augmentation.randaugment) if augmentation.randaugment else None
+        self.policy = RandAugment.parse(augmentation.randaugment or "rand-n0")
         self.mean, self.std = statistics(preprocessing, device)
         # How many uniform numbers a picture needs for crop, flip, jitter, RandAugment, erasing.
-        self.columns = [CROP_COLUMNS, 1, 3, self.policy.columns if self.policy else 0, ERASE_COLUMNS]
+        self.columns = [CROP_COLUMNS, 1, 3, self.policy.columns, ERASE_COLUMNS]
 
     def uniform(self, order: Order, epoch: int, step: int) -> tuple[Tensor, torch.Generator]:
         """The uniform numbers of a step, `(batch, columns)`, and where further ones come from: the same whenever they
@@ -111,32 +111,24 @@ class Augmenter:
     def __call__(
         self, images: Tensor, labels: Tensor, uniform: Tensor, noise: Tensor, row: Tensor, boxes: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """uint8 pictures and labels to normalised images and targets: labels, or shares of them where images mix. Boxes
-        `(batch, 4)` are for pictures that were cropped already, or that have shapes of their own."""
+        """uint8 pictures and labels to normalised images and targets: labels, or shares of them where images mix.
+        Pictures are cropped and flipped, and varied by RandAugment or else colour jitter. Boxes `(batch, 4)` are for
+        those that were cropped already, or that have shapes of their own."""
         crop, flip, jitters, policy, erasing = uniform.split(self.columns, dim=1)
-        chosen = self.augmentation
-        if boxes is None:
-            height, width = images.shape[-2:]
-            drawn = chosen.draw_boxes(crop, (height, width), self.preprocessing.size)
-        else:
-            drawn = Boxes(*boxes.unbind(1))
-        pixels = normalise(self.vary(images, drawn, flip, jitters, policy), self.mean, self.std)
-        if chosen.erasing:
-            pixels = erase(pixels, draw_erased(erasing, self.preprocessing.size, chosen.erasing), noise)
-        return mix(pixels, labels, row, self.classes) if chosen.mixes else (pixels, labels)
-
-    def vary(self, images: Tensor, boxes: Boxes, flip: Tensor, jitters: Tensor, policy: Tensor) -> Tensor:
-        """Crop, flip, and RandAugment or else colour jitter, as timm combines them."""
         chosen, size = self.augmentation, self.preprocessing.size
-        draws = self.policy.draw(policy) if self.policy else []
-        affines = [self.policy.affine(draw, size) for draw in draws] if self.policy else []
+        if boxes is None:
+            boxes = chosen.draw_boxes(crop, (images.shape[-2], images.shape[-1]), size)
+        layers = self.policy.draw(policy)
+        affines = [self.policy.affine(layer, size) for layer in layers]
         pixels = resample(images, boxes, flip[:, 0] < chosen.flip, size, affines, self.mean.round()).round()
-        if self.policy:
-            for draw in draws:
-                pixels = self.policy.colour(pixels, draw)
-        elif chosen.colour_jitter:
+        for layer in layers:
+            pixels = self.policy.colour(pixels, layer)
+        if chosen.colour_jitter and not layers:  # not both, as in timm
             pixels = jitter(pixels, jitters, chosen.colour_jitter)
-        return pixels
+        pixels = normalise(pixels, self.mean, self.std)
+        if chosen.erasing:
+            pixels = erase(pixels, draw_erased(erasing, size, chosen.erasing), noise)
+        return mix(pixels, labels, row, self.classes) if chosen.mixes else (pixels, labels)
 
 
 @lru_cache(maxsize=8)
@@ -203,10 +195,9 @@ def mixing_table(augmentation: Augmentation, steps: int, seed: int, epoch: int, 
 
     λ = 1 leaves a batch as it is. Drawn on the host, where there is a beta distribution that takes a seed."""
     draw = np.random.default_rng(seed_of(seed, epoch, 1))
+    cut = np.full(steps, augmentation.cutmix > 0)
     if augmentation.mixup > 0 and augmentation.cutmix > 0:
         cut = draw.random(steps) < augmentation.mixup_switch
-    else:
-        cut = np.full(steps, augmentation.cutmix > 0)
     mixup, cutmix = (draw.beta(alpha or 1, alpha or 1, steps) for alpha in (augmentation.mixup, augmentation.cutmix))
     share = np.where(cut, cutmix, mixup)
     share[(draw.random(steps) >= augmentation.mixup_prob) | (not mixed)] = 1

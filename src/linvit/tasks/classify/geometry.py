@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,34 +15,21 @@ from torch.nn import functional as F
 
 ATTEMPTS = 4  # torchvision tries ten times; a square picture has used these up three times in ten thousand
 CROP_COLUMNS = 2 * ATTEMPTS + 2
-
-
-class Boxes(NamedTuple):
-    """One box for each picture, `(batch,)` each, in pixels."""
-
-    top: Tensor
-    left: Tensor
-    height: Tensor
-    width: Tensor
-
-    def scaled(self, factors: Tensor) -> Boxes:
-        """The same boxes where pixels are smaller by these factors `(batch, 2)`, down and across."""
-        down, across = factors.unbind(1)
-        return Boxes(self.top * down, self.left * across, self.height * down, self.width * across)
+Affine = tuple[Tensor, ...]  # `(x, y) -> (a·x + b·y + c, d·x + e·y + f)`, Pillow's order, `(batch,)` each
 
 
 def frames_of(shapes: Tensor, size: tuple[int, int]) -> Tensor:
     """The pixels that crops of pictures are drawn in, `(batch, 2)`, from the pictures' heights and widths: their shape,
     just large enough for the model's size."""
-    scale = (shapes / shapes.new_tensor(size)).amin(1, keepdim=True)
-    return (shapes / scale).round()
+    return (shapes / (shapes / shapes.new_tensor(size)).amin(1, keepdim=True)).round()
 
 
 def draw_boxes(
     u: Tensor, frames: tuple[int, int] | Tensor, scale: tuple[float, float], ratio: tuple[float, float]
-) -> Boxes:
-    """Crops from uniform numbers `(batch, CROP_COLUMNS)`: a share of the area, an aspect ratio, a place. `frames` are
-    the height and width of all pictures, or of each `(batch, 2)`.
+) -> Tensor:
+    """Crops, a box (top, left, height, width) in pixels for each picture, from uniform numbers `(batch, CROP_COLUMNS)`:
+    a share of the area, an aspect ratio, a place. `frames` are the height and width of all pictures, or of each
+    `(batch, 2)`.
 
     The first attempt that fits counts; where none does, the most of the middle that has such a ratio."""
     height, width = (
@@ -62,23 +48,12 @@ def draw_boxes(
     wide = torch.where(none, torch.minimum(width, height * ratio[1]).round(), (widths * first).sum(1))
     top, left = (u[:, -2] * (height - tall + 1)).floor(), (u[:, -1] * (width - wide + 1)).floor()
     middle = ((height - tall) / 2).floor(), ((width - wide) / 2).floor()
-    return Boxes(torch.where(none, middle[0], top), torch.where(none, middle[1], left), tall, wide)
-
-
-class Affine(NamedTuple):
-    """`(x, y) -> (a·x + b·y + c, d·x + e·y + f)`, Pillow's order, `(batch,)` each."""
-
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    d: Tensor
-    e: Tensor
-    f: Tensor
+    return torch.stack([torch.where(none, middle[0], top), torch.where(none, middle[1], left), tall, wide], dim=1)
 
 
 def resample(
     images: Tensor,
-    boxes: Boxes,
+    boxes: Tensor,
     flip: Tensor,
     size: tuple[int, int],
     affines: Sequence[Affine] = (),
@@ -96,14 +71,11 @@ def resample(
         here = (x >= 0) & (x <= width) & (y >= 0) & (y <= height)
         inside = here if inside is None else inside & here
     x = torch.where(flip.view(-1, 1, 1), width - x, x)
-    top, left, tall, wide = (value.view(-1, 1, 1) for value in boxes)
+    top, left, tall, wide = boxes.view(-1, 4, 1, 1).unbind(1)
     # Half a pixel at the rim of a crop would read across it: a crop knows nothing of what is beyond.
     x = (x * (wide / width)).clamp(min=0.5).minimum(wide - 0.5) + left
     y = (y * (tall / height)).clamp(min=0.5).minimum(tall - 0.5) + top
     x, y = 2 * x / images.shape[-1] - 1, 2 * y / images.shape[-2] - 1
     grid = torch.stack(torch.broadcast_tensors(x, y), dim=-1)
     out = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
-    if inside is not None:
-        assert fill is not None
-        out = torch.where(inside[:, None], out, fill.view(1, -1, 1, 1))
-    return out
+    return out if inside is None or fill is None else torch.where(inside[:, None], out, fill.view(1, -1, 1, 1))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linvit.conversion.convert import own_size
 from linvit.errors import LinvitError
-from linvit.tasks.classify.geometry import Boxes, draw_boxes
+from linvit.tasks.classify.geometry import draw_boxes
 from linvit.training.config import Config
 
 
@@ -31,20 +31,15 @@ class Preprocessing:
     def of(cls, model: nn.Module, size: int | None = None, crop: float | None = None) -> Preprocessing:
         """The model's own, as timm notes it. A model built for another image size knows that one."""
         noted = resolve_model_data_config(model)
-        built = own_size(model)
         first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-        channels = first.in_channels if first is not None else len(noted["mean"])
         mean, std = noted["mean"], noted["std"]
+        channels = first.in_channels if first is not None else len(mean)
         if len(mean) != channels:
             mean, std = ((sum(values) / len(values),) * channels for values in (mean, std))
-        return cls(
-            (size, size) if size else (int(built[0]), int(built[1])),
-            tuple(mean),
-            tuple(std),
-            noted["crop_pct"] if crop is None else crop,
-            noted["interpolation"],
-            noted["crop_mode"],
-        )
+        height, width = (size, size) if size else own_size(model)
+        crop = noted["crop_pct"] if crop is None else crop
+        how = noted["interpolation"], noted["crop_mode"]
+        return cls((int(height), int(width)), tuple(mean), tuple(std), crop, *how)
 
     @property
     def mode(self) -> str:
@@ -55,15 +50,13 @@ class Preprocessing:
 
     def evaluation(self) -> Any:
         """timm's transform for evaluation, to uint8."""
-        interpolation = "bilinear" if self.interpolation == "random" else self.interpolation
-        return create_transform(
-            self.size,
-            crop_pct=self.crop,
-            crop_mode=self.crop_mode,
-            interpolation=interpolation,
-            mean=self.mean,
-            normalize=False,
-        )
+        how: dict[str, Any] = {
+            "crop_pct": self.crop,
+            "crop_mode": self.crop_mode,
+            "mean": self.mean,
+            "normalize": False,
+        }
+        return create_transform(self.size, interpolation=self.interpolation.replace("random", "bilinear"), **how)
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ class Augmentation:
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
 
-    def draw_boxes(self, u: Tensor, frames: tuple[int, int] | Tensor, size: tuple[int, int]) -> Boxes:
+    def draw_boxes(self, u: Tensor, frames: tuple[int, int] | Tensor, size: tuple[int, int]) -> Tensor:
         """The crops of a batch, drawn in its pictures' frames. Without a crop, the most that has the model's shape."""
         shape = size[1] / size[0]
         ratio = (shape, shape) if self.crop_scale == (1.0, 1.0) else self.crop_ratio
@@ -100,8 +93,7 @@ class Augmentation:
 
     def filters(self, preprocessing: Preprocessing) -> tuple[str, ...]:
         """By which crops are shrunk. Two take turns over a batch: its order is shuffled, so that is random enough."""
-        chosen = self.train_interpolation
-        chosen = preprocessing.interpolation if chosen == "model" else chosen
+        chosen = preprocessing.interpolation if self.train_interpolation == "model" else self.train_interpolation
         return ("bilinear", "bicubic") if chosen == "random" else ("bicubic" if chosen == "bicubic" else "bilinear",)
 
 

@@ -72,7 +72,7 @@ class RandAugment:
     def draw(self, u: Tensor) -> list[Draw]:
         """The layers' operations from uniform numbers `(batch, columns)`."""
         draws = []
-        for part in u.split(COLUMNS, dim=1):
+        for part in u.split(COLUMNS, dim=1)[: self.layers]:
             choice, apply, strength, side = part.unbind(1)
             operation = (choice * len(OPERATIONS)).floor().clamp(max=len(OPERATIONS) - 1)
             if math.isinf(self.deviation):
@@ -96,7 +96,7 @@ class RandAugment:
         down = torch.where(draw.has("translate_y"), 0.45 * height * signed, 0)
         x, y = width / 2, height / 2  # turned about the middle, as Pillow does; shears keep the corner
         right, below = across + x - cos * x + sin * y, down + y - sin * x - cos * y
-        return Affine(cos, shear_x - sin, right, shear_y + sin, cos, below)
+        return cos, shear_x - sin, right, shear_y + sin, cos, below
 
     def colour(self, images: Tensor, draw: Draw) -> Tensor:
         """The layer's colour operation."""

@@ -140,4 +140,4 @@ class Resident(Batches):
                 continue
             frames = pixels.frames[chosen]  # of pictures that have been squeezed; other crops are drawn later
             boxes = self.augmentation.draw_boxes(self.crop_numbers(epoch, step), frames, self.preprocessing.size)
-            yield *pictures, torch.stack(boxes.scaled(pixels.stored / frames), dim=1)
+            yield *pictures, boxes * (pixels.stored / frames).repeat(1, 2)
