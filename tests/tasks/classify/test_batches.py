@@ -17,8 +17,7 @@ from linvit.errors import LinvitError
 from linvit.tasks.classify import streaming
 from linvit.tasks.classify.data import Images, open_images
 from linvit.tasks.classify.decoding import channels_first, cut, cut_all, decode_jpegs, plain_jpeg
-from linvit.tasks.classify.geometry import CROP_COLUMNS, draw_boxes, frames_of
-from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
+from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation, Preprocessing, frames_of
 from linvit.tasks.classify.resident import Resident, decode
 from linvit.tasks.classify.streaming import Streamed
 from tests.tasks.classify.pictures import archive, photographs
@@ -105,8 +104,8 @@ def test_without_a_crop_the_middle_is_seen() -> None:
 
 def test_frames_of_their_own_are_drawn_like_one_frame() -> None:
     u = torch.rand(500, CROP_COLUMNS)
-    one = draw_boxes(u, (128, 96), (0.08, 1.0), (3 / 4, 4 / 3))
-    each = draw_boxes(u, torch.tensor([[128.0, 96.0]]).expand(500, 2), (0.08, 1.0), (3 / 4, 4 / 3))
+    one = Augmentation().draw_boxes(u, (128, 96), (32, 32))
+    each = Augmentation().draw_boxes(u, torch.tensor([[128.0, 96.0]]).expand(500, 2), (32, 32))
     assert torch.equal(one, each)
 
 

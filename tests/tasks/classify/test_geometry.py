@@ -11,7 +11,8 @@ from timm.data import auto_augment
 from torch.nn import functional as F
 from torchvision.transforms import RandomResizedCrop
 
-from linvit.tasks.classify.geometry import CROP_COLUMNS, draw_boxes, resample
+from linvit.tasks.classify.augmenting import resample
+from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation
 from linvit.tasks.classify.randaugment import OPERATIONS, Draw, RandAugment
 from tests.tasks.classify.pictures import photographs, stack
 
@@ -53,7 +54,8 @@ def test_crops_are_distributed_as_torchvisions() -> None:
     theirs = torch.tensor(
         [RandomResizedCrop.get_params(torch.empty(3, 128, 96), list(scale), list(ratio)) for _ in range(4000)]
     ).float()
-    ours = draw_boxes(torch.rand(4000, CROP_COLUMNS), (128, 96), scale, ratio)
+    drawn = Augmentation(crop_scale=scale, crop_ratio=ratio)
+    ours = drawn.draw_boxes(torch.rand(4000, CROP_COLUMNS), (128, 96), SIZE)
     assert (ours[:, 0] + ours[:, 2] <= 128).all() and (ours[:, 1] + ours[:, 3] <= 96).all()
     assert (ours[:, :2] >= 0).all() and torch.equal(ours, ours.round())
     for quantity in (lambda b: b[:, 2] * b[:, 3] / (128 * 96), lambda b: (b[:, 3] / b[:, 2]).log(), lambda b: b[:, 0]):
@@ -64,7 +66,7 @@ def test_crops_are_distributed_as_torchvisions() -> None:
 
 
 def test_scale_one_takes_the_whole_picture() -> None:
-    boxes = draw_boxes(torch.rand(50, CROP_COLUMNS), (32, 32), (1.0, 1.0), (3 / 4, 4 / 3))
+    boxes = Augmentation(crop_scale=(1.0, 1.0)).draw_boxes(torch.rand(50, CROP_COLUMNS), (32, 32), SIZE)
     assert (boxes[:, 2] * boxes[:, 3] == 32**2).all()
 
 

@@ -12,7 +12,7 @@ picture by picture; these take their random numbers as arguments and work on the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify.geometry import CROP_COLUMNS, resample
-from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of
-from linvit.tasks.classify.randaugment import RandAugment, jitter
+from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation, Preprocessing, seed_of
+from linvit.tasks.classify.randaugment import Affine, RandAugment, jitter
 from linvit.training.engine.capture import Replayed
 
 ERASE_ATTEMPTS = 3
@@ -159,6 +158,39 @@ def statistics(preprocessing: Preprocessing, device: torch.device) -> tuple[Tens
     """Mean and standard deviation of pixels from 0 to 255."""
     mean, std = (255 * torch.tensor(values, device=device) for values in (preprocessing.mean, preprocessing.std))
     return mean, std
+
+
+def resample(
+    images: Tensor,
+    boxes: Tensor,
+    flip: Tensor,
+    size: tuple[int, int],
+    affines: Sequence[Affine] = (),
+    fill: Tensor | None = None,
+) -> Tensor:
+    """Crop, then flip, then the affine maps in their order, onto `size`, in one resampling. What an affine map reads
+    from outside its frame gets the fill colour `(channels,)`.
+
+    Every map is from a place in the output to the place it is read from, in pixels, so maps compose before any pixel is
+    touched: a picture is interpolated once however many maps there are."""
+    height, width = size
+    x = (torch.arange(width, device=images.device) + 0.5).view(1, 1, width)
+    y = (torch.arange(height, device=images.device) + 0.5).view(1, height, 1)
+    inside: Tensor | None = None
+    for affine in reversed(affines):
+        a, b, c, d, e, f = (value.view(-1, 1, 1) for value in affine)
+        x, y = a * x + b * y + c, d * x + e * y + f
+        here = (x >= 0) & (x <= width) & (y >= 0) & (y <= height)
+        inside = here if inside is None else inside & here
+    x = torch.where(flip.view(-1, 1, 1), width - x, x)
+    top, left, tall, wide = boxes.view(-1, 4, 1, 1).unbind(1)
+    # Half a pixel at the rim of a crop would read across it: a crop knows nothing of what is beyond.
+    x = (x * (wide / width)).clamp(min=0.5).minimum(wide - 0.5) + left
+    y = (y * (tall / height)).clamp(min=0.5).minimum(tall - 0.5) + top
+    x, y = 2 * x / images.shape[-1] - 1, 2 * y / images.shape[-2] - 1
+    grid = torch.stack(torch.broadcast_tensors(x, y), dim=-1)
+    out = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
+    return out if inside is None or fill is None else torch.where(inside[:, None], out, fill.view(1, -1, 1, 1))
 
 
 def draw_erased(u: Tensor, size: tuple[int, int], prob: float) -> Tensor:

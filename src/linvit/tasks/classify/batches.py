@@ -21,8 +21,7 @@ from torch import Tensor
 
 from linvit.errors import LinvitError
 from linvit.tasks.classify.augmenting import Augmenter, Order, make_augmenter, mixing_table, normalise, send, statistics
-from linvit.tasks.classify.geometry import CROP_COLUMNS
-from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
+from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation, Preprocessing
 
 Pictures = tuple[Tensor, ...]  # uint8 on the device, their labels, their crops where drawn already
 

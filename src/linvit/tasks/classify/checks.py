@@ -64,10 +64,8 @@ def check_size(model: nn.Module, size: tuple[int, int], channels: int) -> None:
     """Whether the model takes images of this size; many are built for one."""
     reason = refusal(model, size, channels)
     if reason:
-        raise LinvitError(
-            f"{type(model).__name__} cannot take images of {pixels(size)} ({reason}): set size=none random_sizes= "
-            "for its own size, or build it with --model-arg dynamic_img_size=true"
-        )
+        hint = "set size=none random_sizes= for its own size, or build it with --model-arg dynamic_img_size=true"
+        raise LinvitError(f"{type(model).__name__} cannot take images of {pixels(size)} ({reason}): {hint}")
 
 
 def check_teacher_size(teacher: nn.Module, size: tuple[int, int], channels: int) -> None:
@@ -79,10 +77,8 @@ def check_teacher_size(teacher: nn.Module, size: tuple[int, int], channels: int)
     reason = refusal(teacher, size, channels)
     if reason:
         theirs, ours = pixels(own_size(teacher)), pixels(size)
-        raise LinvitError(
-            f"the teacher is for images of {theirs} and the student's have {ours} ({reason}): "
-            f"choose a teacher for {ours}, or a student for {theirs}"
-        )
+        apart = f"the teacher is for images of {theirs} and the student's have {ours} ({reason})"
+        raise LinvitError(f"{apart}: choose a teacher for {ours}, or a student for {theirs}")
 
 
 def pixels(size: tuple[int, int]) -> str:
@@ -131,11 +127,10 @@ def match_classes(images: Split, model: nn.Module, outputs: int) -> Split:
         return images.renumbered(names)
     check_outputs(images, outputs)
     if named and len(images.classes) < outputs:
-        imagenet = f"name its class folders by synset, such as {synsets(outputs)[0]}" if synsets(outputs) else ""
-        raise LinvitError(
-            f"{images.name} has {len(images.classes)} classes, the model {outputs} outputs, and it is not known which "
-            f"are which: {imagenet or f'give images of all {outputs}'}, or take a model that was trained on this set"
-        )
+        known = synsets(outputs)
+        hint = f"name its class folders by synset, such as {known[0]}" if known else f"give images of all {outputs}"
+        few = f"{images.name} has {len(images.classes)} classes, the model {outputs} outputs, and it is not known which"
+        raise LinvitError(f"{few} are which: {hint}, or take a model that was trained on this set")
     return images
 
 

@@ -95,10 +95,8 @@ class Images(Dataset):
         places = {name: place for place, name in enumerate(names)}
         odd = [name for name in self.classes if name not in places]
         if odd:
-            raise LinvitError(
-                f"{self.name} has class '{odd[0]}'{more(odd)}, which the model does not know: leave out what it does "
-                "not know, or take a model of these classes"
-            )
+            hint = "leave out what it does not know, or take a model of these classes"
+            raise LinvitError(f"{self.name} has class '{odd[0]}'{more(odd)}, which the model does not know: {hint}")
         outputs = [places[name] for name in self.classes]
         labels = None if self.labels is None else np.asarray(outputs, dtype=np.int64)[self.labels]
         return replace(self, classes=names, outputs=outputs, labels=labels)
@@ -221,11 +219,10 @@ def hold_out(images: Images) -> tuple[Images, Images]:
 
 def check_outputs(images: Split, outputs: int) -> None:
     """Whether a model has an output for every class."""
-    if images.class_count is not None and images.class_count > outputs:
-        raise LinvitError(
-            f"{images.name} has {images.class_count} classes, the model {outputs} outputs: "
-            f"create it with num_classes={images.class_count}"
-        )
+    count = images.class_count
+    if count is not None and count > outputs:
+        hint = f"create it with num_classes={count}"
+        raise LinvitError(f"{images.name} has {count} classes, the model {outputs} outputs: {hint}")
 
 
 def open_timm(name: str, split: str, root: str | None, **options: Any) -> Any:

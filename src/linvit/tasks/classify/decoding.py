@@ -29,8 +29,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError
 from linvit.tasks.classify.data import Images, Split, Stream
-from linvit.tasks.classify.geometry import CROP_COLUMNS, frames_of
-from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of
+from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation, Preprocessing, frames_of, seed_of
 
 END = b"\xff\xd9"  # of a JPEG, perhaps with a little after it
 AFTER_END = 32

@@ -82,8 +82,7 @@ class Sets:
         if not self.resident(split, preprocessing.size):
             return Streamed(split, preprocessing, batch, classes, device=device, workers=self.workers, **place)
         training = augmentation is not None
-        how: dict[str, Any] = {"progress": self.progress, "held": self.held}
-        pixels = decode(split, preprocessing, device=device, training=training, **how)
+        pixels = decode(split, preprocessing, device=device, training=training, progress=self.progress, held=self.held)
         return Resident(pixels, preprocessing, batch if training else batch * CHECKED, classes, **place)
 
 

@@ -31,11 +31,6 @@ class PairedDifference:
     seeds_interval: tuple[float, float] | None  # over seeds, for these images; none with a single seed
     seeds: int
     images: int
-    level: float
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.mean:+.2f} points [{low:+.2f}, {high:+.2f}], {self.seeds} seeds, {self.images} images"
 
 
 def paired_difference(a: Any, b: Any, *, level: float = 0.95) -> PairedDifference:
@@ -51,9 +46,7 @@ def paired_difference(a: Any, b: Any, *, level: float = 0.95) -> PairedDifferenc
     mean = float(table.mean())
     rows, columns = table.mean(1), table.mean(0)
     if seeds == 1:
-        return PairedDifference(
-            mean, around(mean, table.var(ddof=1) / images, images - 1, level), None, 1, images, level
-        )
+        return PairedDifference(mean, around(mean, table.var(ddof=1) / images, images - 1, level), None, 1, images)
     of_seeds, of_images = images * rows.var(ddof=1), seeds * columns.var(ddof=1)
     rest = table - rows[:, None] - columns + mean
     of_rest = float((rest**2).sum()) / ((seeds - 1) * (images - 1))
@@ -61,7 +54,7 @@ def paired_difference(a: Any, b: Any, *, level: float = 0.95) -> PairedDifferenc
     parts = of_seeds**2 / (seeds - 1) + of_images**2 / (images - 1)
     freedom = total**2 / parts if parts > 0 else float(seeds - 1)
     whole = around(mean, total / table.size, freedom, level)
-    return PairedDifference(mean, whole, around(mean, rows.var(ddof=1) / seeds, seeds - 1, level), seeds, images, level)
+    return PairedDifference(mean, whole, around(mean, rows.var(ddof=1) / seeds, seeds - 1, level), seeds, images)
 
 
 def around(mean: float, variance: float, freedom: float, level: float) -> tuple[float, float]:

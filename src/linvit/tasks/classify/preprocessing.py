@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
 from linvit.conversion.convert import own_size
 from linvit.errors import LinvitError
-from linvit.tasks.classify.geometry import draw_boxes
 from linvit.training.config import Config
+
+ATTEMPTS = 4  # torchvision tries ten times; a square picture has used these up three times in ten thousand
+CROP_COLUMNS = 2 * ATTEMPTS + 2
 
 
 @dataclass(frozen=True)
@@ -86,15 +90,41 @@ class Augmentation:
         return self.mixup > 0 or self.cutmix > 0
 
     def draw_boxes(self, u: Tensor, frames: tuple[int, int] | Tensor, size: tuple[int, int]) -> Tensor:
-        """The crops of a batch, drawn in its pictures' frames. Without a crop, the most that has the model's shape."""
-        shape = size[1] / size[0]
-        ratio = (shape, shape) if self.crop_scale == (1.0, 1.0) else self.crop_ratio
-        return draw_boxes(u, frames, self.crop_scale, ratio)
+        """The crops of a batch as torchvision draws them, a box (top, left, height, width) in pixels for each picture,
+        from uniform numbers `(batch, CROP_COLUMNS)`: a share of the area, an aspect ratio, a place. `frames` are the
+        height and width of all pictures, or of each `(batch, 2)`.
+
+        The first attempt that fits counts; where none does, the most of the middle that has such a ratio. Without a
+        crop (`crop_scale` 1 to 1) it is the most that has the model's shape."""
+        least, most = (size[1] / size[0],) * 2 if self.crop_scale == (1.0, 1.0) else self.crop_ratio
+        height, width = (
+            u.new_full((1, 1), side) if isinstance(side, int) else side[:, None]
+            for side in (frames if isinstance(frames, tuple) else frames.unbind(1))
+        )
+        area = height * width * (self.crop_scale[0] + (self.crop_scale[1] - self.crop_scale[0]) * u[:, :ATTEMPTS])
+        low, high = math.log(least), math.log(most)
+        aspect = torch.exp(low + (high - low) * u[:, ATTEMPTS : 2 * ATTEMPTS])
+        heights, widths = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
+        fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
+        first = fits & (fits.cumsum(1) == 1)
+        none = ~fits.any(1)
+        height, width = height[:, 0], width[:, 0]
+        tall = torch.where(none, torch.minimum(height, width / least).round(), (heights * first).sum(1))
+        wide = torch.where(none, torch.minimum(width, height * most).round(), (widths * first).sum(1))
+        top, left = (u[:, -2] * (height - tall + 1)).floor(), (u[:, -1] * (width - wide + 1)).floor()
+        middle = ((height - tall) / 2).floor(), ((width - wide) / 2).floor()
+        return torch.stack([torch.where(none, middle[0], top), torch.where(none, middle[1], left), tall, wide], dim=1)
 
     def filters(self, preprocessing: Preprocessing) -> tuple[str, ...]:
         """By which crops are shrunk. Two take turns over a batch: its order is shuffled, so that is random enough."""
         chosen = preprocessing.interpolation if self.train_interpolation == "model" else self.train_interpolation
         return ("bilinear", "bicubic") if chosen == "random" else ("bicubic" if chosen == "bicubic" else "bilinear",)
+
+
+def frames_of(shapes: Tensor, size: tuple[int, int]) -> Tensor:
+    """The pixels that crops of pictures are drawn in, `(batch, 2)`, from the pictures' heights and widths: their shape,
+    just large enough for the model's size."""
+    return (shapes / (shapes / shapes.new_tensor(size)).amin(1, keepdim=True)).round()
 
 
 def seed_of(*parts: int) -> int:

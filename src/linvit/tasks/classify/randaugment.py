@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify.geometry import Affine
 
 OPERATIONS: tuple[str, ...] = ("autocontrast", "equalise", "invert", "rotate", "posterise", "solarise", "solarise_add")
 OPERATIONS += ("colour", "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y")
+Affine = tuple[Tensor, ...]  # `(x, y) -> (a·x + b·y + c, d·x + e·y + f)`, Pillow's order, `(batch,)` each
 COLUMNS = 4  # uniform numbers for each operation
 NOTATION = {"m": "magnitude", "n": "layers", "p": "prob", "mstd": "deviation", "mmax": "maximum", "inc": "increasing"}
 
@@ -101,21 +101,23 @@ class RandAugment:
     def colour(self, images: Tensor, draw: Draw) -> Tensor:
         """The layer's colour operation."""
         level = draw.level
+        factor, bits, threshold = 1.8 * level + 0.1, (4 * level).floor(), (256 * level).floor().clamp(max=256)
         if self.increasing:
-            factor = (1 + 0.9 * level * draw.sign).clamp(min=0.1)
-            bits, threshold = 4 - (4 * level).floor(), 256 - (256 * level).floor().clamp(max=256)
-        else:
-            factor = 1.8 * level + 0.1
-            bits, threshold = (4 * level).floor(), (256 * level).floor().clamp(max=256)
-        added = (110 * level).floor().clamp(max=128)
+            factor, bits, threshold = (1 + 0.9 * level * draw.sign).clamp(min=0.1), 4 - bits, 256 - threshold
+        added, step = (110 * level).floor().clamp(max=128), torch.exp2(8 - each(bits))
         zero = torch.zeros((), dtype=images.dtype, device=images.device)
         other = torch.where(each(draw.has("contrast")), mean_grey(images), zero)
         other = torch.where(each(draw.has("colour")), grey(images), other)
         other = torch.where(each(draw.has("sharpness")), smooth(images), other)
         blends = draw.has("contrast") | draw.has("colour") | draw.has("sharpness") | draw.has("brightness")
         out = torch.where(each(blends), blend(images, other, factor).floor(), images)
-        changes = {"invert": 255 - images, "autocontrast": autocontrast(images), "posterise": posterise(images, bits)}
-        changes |= {"solarise": solarise(images, threshold), "solarise_add": solarise_add(images, added)}
+        changes = {
+            "invert": 255 - images,
+            "autocontrast": autocontrast(images),
+            "posterise": (images / step).floor() * step,  # the highest bits only
+            "solarise": torch.where(images < each(threshold), images, 255 - images),  # inverted from a threshold on
+            "solarise_add": torch.where(images < 128, (images + each(added)).clamp(max=255), images),  # the dark half
+        }
         for name, changed in changes.items():
             out = torch.where(each(draw.has(name)), changed, out)
         return equalise_some(out, draw.has("equalise"))
@@ -189,19 +191,3 @@ def equalise(images: Tensor) -> Tensor:
     safe = step.clamp(min=1)
     table = torch.where(step > 0, ((below + safe // 2) // safe).clamp(max=255), edges)
     return table.gather(2, levels.long()).view(images.shape).to(images.dtype)
-
-
-def posterise(images: Tensor, bits: Tensor) -> Tensor:
-    """The highest bits only."""
-    step = torch.exp2(8 - each(bits))
-    return (images / step).floor() * step
-
-
-def solarise(images: Tensor, threshold: Tensor) -> Tensor:
-    """Inverted from a threshold on."""
-    return torch.where(images < each(threshold), images, 255 - images)
-
-
-def solarise_add(images: Tensor, added: Tensor) -> Tensor:
-    """The dark half made lighter."""
-    return torch.where(images < 128, (images + each(added)).clamp(max=255), images)

@@ -114,10 +114,8 @@ def number_classes(
     it is theirs, which a split must share with training. `deep`: there are folders of images in the only one."""
     found = set(names)
     if deep:
-        raise LinvitError(
-            f"{where} has one class, '{min(found)}', with folders of images in it: if those are the classes, move them "
-            f"out of '{min(found)}', else their images"
-        )
+        hint = f"if those are the classes, move them out of '{min(found)}', else their images"
+        raise LinvitError(f"{where} has one class, '{min(found)}', with folders of images in it: {hint}")
     if classes is None:
         return {name: i for i, name in enumerate(sorted(sorted(found), key=natural_key))}
     missing, extra = (sorted(odd, key=natural_key) for odd in (classes.keys() - found, found - classes.keys()))
@@ -190,10 +188,8 @@ def no_classes(where: object) -> LinvitError:
 def beside_classes(where: object, loose: list[str]) -> LinvitError:
     first = min(loose, key=natural_key)
     count = "1 image" if len(loose) == 1 else f"{len(loose):,} images"
-    return LinvitError(
-        f"{where} has {count} beside its class folders ({first}): move what has no class into a class folder or away, "
-        "or all images out of the class folders"
-    )
+    hint = "move what has no class into a class folder or away, or all images out of the class folders"
+    return LinvitError(f"{where} has {count} beside its class folders ({first}): {hint}")
 
 
 def archive_reader(path: Path, split: str, classes: dict[str, int] | None) -> FileReader:

@@ -22,8 +22,7 @@ from linvit.tasks.classify.augmenting import send
 from linvit.tasks.classify.batches import Batches, Pictures
 from linvit.tasks.classify.data import Images, Split, Stream
 from linvit.tasks.classify.decoding import PILLOW, channels_first
-from linvit.tasks.classify.geometry import frames_of
-from linvit.tasks.classify.preprocessing import Preprocessing
+from linvit.tasks.classify.preprocessing import Preprocessing, frames_of
 from linvit.tasks.classify.readers import FileReader
 
 MEMORY_SHARE = 0.6  # share of the device's free memory that a set may take; the model needs some as well
@@ -76,10 +75,8 @@ def check_room(name: str, size: int, device: torch.device) -> None:
     """Whether so many bytes fit on the device beside a model."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
     if size > MEMORY_SHARE * free:
-        raise LinvitError(
-            f"{name} takes {size / 2**30:.1f} GiB decoded, too much for {free / 2**30:.1f} GiB of free device memory: "
-            "train without the resident loader"
-        )
+        much = f"{name} takes {size / 2**30:.1f} GiB decoded, too much for {free / 2**30:.1f} GiB of free device memory"
+        raise LinvitError(f"{much}: train without the resident loader")
 
 
 def decode_all(
