@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify.metrics import Evaluation, evaluate, gather
-from linvit.tasks.classify.pairing import paired_difference
+from linvit.tasks.classify.metrics import Evaluation, evaluate, gather, paired_difference
 from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Pixels, Resident
 from linvit.training.objectives.teacher import Teacher

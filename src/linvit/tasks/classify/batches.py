@@ -21,7 +21,7 @@ from torch import Tensor
 
 from linvit.errors import LinvitError
 from linvit.tasks.classify.augmenting import Augmenter, Order, make_augmenter, mixing_table, normalise, send, statistics
-from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation, Preprocessing
+from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 
 Pictures = tuple[Tensor, ...]  # uint8 on the device, their labels, their crops where drawn already
 
@@ -70,11 +70,6 @@ class Batches:
         for step, (pictures, labels, *boxes) in enumerate(self.pictures(epoch, skip), start=skip):
             uniform, noise = self.augmenter.draw(self.order, epoch, step)
             yield self.augment(pictures, labels, uniform, noise, table[step], *boxes)
-
-    def crop_numbers(self, epoch: int, step: int) -> Tensor:
-        """The uniform numbers that a step's crops are drawn from."""
-        assert self.augmenter is not None
-        return self.augmenter.uniform(self.order, epoch, step)[0][:, :CROP_COLUMNS]
 
     def check_labels(self, labels: Tensor) -> None:
         """Whether the model has an output for every label."""

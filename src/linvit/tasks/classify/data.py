@@ -165,7 +165,12 @@ def open_images(
         folder = None if root is None else str(root)
         if prefix in STREAMS:
             return Stream(name, split, folder, options)
-        return from_timm(name, open_timm(name, split, folder, **options))
+        dataset = open_timm(name, split, folder, **options)
+        reader = getattr(dataset, "reader", None)  # timm's; none where it is torchvision's own class
+        found = (getattr(dataset, names, None) for names in ("wnids", "classes"))  # torchvision's ImageNet has synsets
+        names = next(filter(None, found), None) or getattr(reader, "class_to_idx", None) or ()
+        source = dataset if reader is None else reader
+        return Images(name, source, [str(one) for one in names], getattr(dataset, "targets", None))
     path = Path(data) if root is None else Path(root) / data
     return from_reader(open_reader(path, split, classes, unlabelled), name)
 
@@ -236,15 +241,6 @@ def open_timm(name: str, split: str, root: str | None, **options: Any) -> Any:
         text = first_line(error)
         missing = "Please install" in text
         raise LinvitError(f"{needs}, which is not installed" if missing else f"cannot open {name}: {text}") from None
-
-
-def from_timm(name: str, dataset: Any) -> Images:
-    """A set that timm opened: torchvision's own class, or timm's around a reader."""
-    reader = getattr(dataset, "reader", None)
-    found = (getattr(dataset, names, None) for names in ("wnids", "classes"))  # torchvision's ImageNet has synsets
-    names = next(filter(None, found), None) or getattr(reader, "class_to_idx", None) or ()
-    source = dataset if reader is None else reader
-    return Images(name, source, [str(name) for name in names], getattr(dataset, "targets", None))
 
 
 class Digits:

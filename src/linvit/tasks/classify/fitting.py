@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,17 +21,14 @@ from linvit.tasks.classify.metrics import Evaluation, evaluate
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
 from linvit.tasks.classify.streaming import Streamed
+from linvit.training import BatchSource, Config, Engine, Outcome, Output, Phase, Processes, Task, make_processes
 from linvit.training.callbacks.drop_path import set_drop_path
 from linvit.training.checkpoints.files import checksum
-from linvit.training.config import Config
-from linvit.training.contract import BatchSource, Task
 from linvit.training.engine.determinism import repeatable
-from linvit.training.engine.loop import Engine, Outcome, Output
-from linvit.training.engine.phases import Phase, compiles
+from linvit.training.engine.phases import compiles
 from linvit.training.objectives.stages import make_phases
 from linvit.training.objectives.teacher import Teacher
 from linvit.training.optimisation.optimiser import check_trainable
-from linvit.training.processes import Processes, make_processes
 
 LOADERS = ("auto", "resident", "streamed")
 SMALL = 4 * 2**30  # bytes of decoded pictures up to which a set goes to the device by itself
@@ -56,16 +54,6 @@ class Sets:
         if self.workers < 0:
             raise LinvitError(f"--workers {self.workers}: give 0 or more")
 
-    @property
-    def splits(self) -> list[Split]:
-        return [self.train] if self.validation is None else [self.train, self.validation]
-
-    def resident(self, split: Split, size: tuple[int, int]) -> bool:
-        """Whether a split is kept on the device."""
-        if self.loader != "auto":
-            return self.loader == "resident"
-        return isinstance(split, Images) and len(split) * 3 * size[0] * size[1] <= SMALL
-
     def source(
         self,
         split: Split,
@@ -79,7 +67,8 @@ class Sets:
         device, batch = processes.device, config.batch_size // (processes.world * config.accumulate)
         place: dict[str, Any] = {"seed": config.seed, "rank": processes.rank, "world": processes.world}
         place |= {"repeats": config.repeats, "augmentation": augmentation, "compile": compiles(config, device)}
-        if not self.resident(split, preprocessing.size):
+        small = isinstance(split, Images) and 3 * len(split) * math.prod(preprocessing.size) <= SMALL
+        if self.loader == "streamed" or (self.loader == "auto" and not small):
             return Streamed(split, preprocessing, batch, classes, device=device, workers=self.workers, **place)
         training = augmentation is not None
         pixels = decode(split, preprocessing, device=device, training=training, progress=self.progress, held=self.held)
@@ -89,19 +78,21 @@ class Sets:
 class Classification(Task):
     """The best weights have the highest top-1, or where there are no labels agree with the teacher most often."""
 
-    def __init__(self, source: BatchSource | None, labelled: bool, teacher: nn.Module | None, processes: Processes):
-        self.source, self.labelled, self.teacher, self.precision = source, labelled, teacher, processes.precision
-        if source is not None:
-            self.best = "top1" if labelled else "agreement"
+    def __init__(
+        self, images: Split | None, source: BatchSource | None, processes: Processes, teacher: nn.Module | None = None
+    ) -> None:
+        self.images, self.source, self.precision, self.teacher = images, source, processes.precision, teacher
+        if images is not None:
+            self.best = "top1" if images.labelled else "agreement"
 
     def evaluate(self, model: nn.Module, teacher: nn.Module | None) -> Evaluation:
-        if self.source is None:
+        if self.images is None or self.source is None:
             raise LinvitError("there is no validation set to evaluate on")
         asked = Teacher(teacher, student=model, precision=self.precision) if teacher is not None else None
-        return evaluate(model, self.source, teacher=asked, labelled=self.labelled)
+        return evaluate(model, self.source, self.images.classes, asked, self.images.labelled)
 
     def metrics(self, model: nn.Module) -> Mapping[str, float]:
-        return self.evaluate(model, None if self.labelled else self.teacher).metrics()
+        return self.evaluate(model, None if self.best == "top1" else self.teacher).metrics()
 
 
 class Fitting:
@@ -142,12 +133,11 @@ class Fitting:
         if isinstance(self.source, Streamed):
             self.note(self.source.note)
         self.checks = sets.source(validation, *place) if validation is not None else None
-        labelled = validation is None or validation.labelled
-        self.task = Classification(self.checks, labelled, teacher, processes)
-        known = {**self.output.identity, "sets": [{"name": each.name, "images": len(each)} for each in sets.splits]}
-        known["classes"] = list(label_names(model))
-        resident = [sets.resident(split, preprocessing.size) for split in sets.splits]
-        self.identity = {**known, "loaders": ["resident" if each else "streamed" for each in resident]}
+        self.task = Classification(validation, self.checks, processes, teacher)
+        splits = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
+        known = {**self.output.identity, "sets": splits, "classes": list(label_names(model))}
+        loaders = [type(source).__name__.lower() for source in (self.source, self.checks) if source is not None]
+        self.identity = {**known, "loaders": loaders}
         if self.output.models:
             note(model, crop_pct=preprocessing.crop, input_size=(len(preprocessing.mean), *preprocessing.size))
             note(model, held_out_of=validation.held_out_of if validation is not None else 0)

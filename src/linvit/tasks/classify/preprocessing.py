@@ -91,7 +91,7 @@ class Augmentation:
 
     def draw_boxes(self, u: Tensor, frames: tuple[int, int] | Tensor, size: tuple[int, int]) -> Tensor:
         """The crops of a batch as torchvision draws them, a box (top, left, height, width) in pixels for each picture,
-        from uniform numbers `(batch, CROP_COLUMNS)`: a share of the area, an aspect ratio, a place. `frames` are the
+        from its first CROP_COLUMNS uniform numbers: a share of the area, an aspect ratio, a place. `frames` are the
         height and width of all pictures, or of each `(batch, 2)`.
 
         The first attempt that fits counts; where none does, the most of the middle that has such a ratio. Without a
@@ -111,9 +111,10 @@ class Augmentation:
         height, width = height[:, 0], width[:, 0]
         tall = torch.where(none, torch.minimum(height, width / least).round(), (heights * first).sum(1))
         wide = torch.where(none, torch.minimum(width, height * most).round(), (widths * first).sum(1))
-        top, left = (u[:, -2] * (height - tall + 1)).floor(), (u[:, -1] * (width - wide + 1)).floor()
-        middle = ((height - tall) / 2).floor(), ((width - wide) / 2).floor()
-        return torch.stack([torch.where(none, middle[0], top), torch.where(none, middle[1], left), tall, wide], dim=1)
+        down, across = u[:, 2 * ATTEMPTS : CROP_COLUMNS].unbind(1)
+        top = torch.where(none, (height - tall) / 2, down * (height - tall + 1)).floor()
+        left = torch.where(none, (width - wide) / 2, across * (width - wide + 1)).floor()
+        return torch.stack([top, left, tall, wide], dim=1)
 
     def filters(self, preprocessing: Preprocessing) -> tuple[str, ...]:
         """By which crops are shrunk. Two take turns over a batch: its order is shuffled, so that is random enough."""

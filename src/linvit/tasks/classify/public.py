@@ -14,26 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from linvit.conversion import Plan, Report, convert
-from linvit.conversion.opening import open_model, open_original
-from linvit.conversion.plan import parse_plan
+from linvit.conversion import Plan, Report, convert, open_model, open_original, parse_plan
 from linvit.conversion.saving import read_config
 from linvit.errors import LinvitError
-from linvit.tasks.classify import metrics
 from linvit.tasks.classify.checks import check_size, check_teacher_size, match_classes, outputs_of
 from linvit.tasks.classify.data import Split, open_data, open_split, undivided
-from linvit.tasks.classify.fitting import Fitting, Sets
+from linvit.tasks.classify.fitting import Classification, Fitting, Sets
+from linvit.tasks.classify.metrics import Evaluation
 from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Progress, quiet
-from linvit.training.config import Config, override
-from linvit.training.engine.loop import Outcome, Output, Watch
-from linvit.training.objectives.teacher import Teacher, check_teacher, open_teacher
-from linvit.training.processes import Processes, make_processes
-from linvit.training.recipes import recipe as named_recipe
+from linvit.training import Config, Outcome, Output, Processes, make_processes, override
+from linvit.training import recipe as named_recipe
+from linvit.training.engine.loop import Watch
+from linvit.training.objectives.teacher import check_teacher, open_teacher
 
 Model = nn.Module | str | Path
 Note = Callable[[str], None]
-Data = str | Path | tuple[Split, Split | None]
 
 
 @dataclass
@@ -46,7 +42,7 @@ class Trained(Outcome):
 
 def train(
     model: Model,
-    data: Data,
+    data: str | Path | tuple[Split, Split | None],
     recipe: str | Config = "fast",
     *,
     plan: str | Plan | None = None,
@@ -104,8 +100,8 @@ def train(
         note(f"there is nothing to resume in {folder}: begun anew")
     report = convert(built, chosen, drop=drop) if chosen is not None else None
     words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in (options or {}).items()}
-    identity = {"model": described(model), "args": args, "plan": described(plan)}
-    identity |= {"option": [f"{name}={value}" for name, value in words.items()] or None}
+    option = [f"{name}={value}" for name, value in words.items()] or None
+    identity = {"model": described(model), "args": args, "plan": described(plan), "option": option}
     identity |= {"drop": ",".join(drop), "teacher": described(teacher), "pretrained": pretrained}
     where = Output(folder, watch if processes.first else None, identity)
     fitting = Fitting(built, sets, config, teacher=guide, processes=processes, output=where)
@@ -133,7 +129,7 @@ def evaluate(
     device: str = "auto",
     watch: Watch | None = None,
     progress: Progress = quiet,
-) -> metrics.Evaluation:
+) -> Evaluation:
     """Measure a classifier on every image of a set, image by image; with a `teacher`, how often the two agree.
 
     `model` is a model, a folder that linvit saved or a timm name; `data` a name, a folder or a tar of images, or an
@@ -154,16 +150,14 @@ def evaluate(
         check_size(built, preprocessing.size, len(preprocessing.mean))
     images = match_classes(images, built, outputs)
     note(images.note)
-    asked = None
-    if teacher is not None:
-        guide = teacher if isinstance(teacher, nn.Module) else open_teacher(teacher)
+    guide = teacher if teacher is None or isinstance(teacher, nn.Module) else open_teacher(teacher)
+    if guide is not None:
         check_teacher(guide, built)
-        check_teacher_size(guide, preprocessing.size, len(preprocessing.mean))
-        asked = Teacher(guide.to(processes.device), student=built, precision=processes.precision)
+        check_teacher_size(guide.to(processes.device), preprocessing.size, len(preprocessing.mean))
     sets = Sets(images, loader=loader, workers=workers, progress=progress)
     source = sets.source(images, preprocessing, outputs, config, processes)
     with processes.autocast():
-        found = metrics.evaluate(built, source, classes=images.classes, teacher=asked, labelled=images.labelled)
+        found = Classification(images, source, processes).evaluate(built, guide)
     if found.broken:
         some = f"{found.broken:,} of {len(found.labels):,} images"
         hint = "try --precision fp32, or train it again"
@@ -251,10 +245,9 @@ def check_learnt(original: Any, model: str, data: str, plan: Plan, pretrained: b
     if known is None or known == original.num_classes:
         return
     first = f"linvit train {model} --data {data} --recipe finetune -o runs/original"
-    raise LinvitError(
-        f"{model} has not learnt these {original.num_classes} classes and cannot teach them: train it first ({first}) "
-        f"and convert that (linvit train runs/original/best --data {data} --plan {plan.name} …), or give --teacher"
-    )
+    then = f"linvit train runs/original/best --data {data} --plan {plan.name} …"
+    new = f"{model} has not learnt these {original.num_classes} classes and cannot teach them"
+    raise LinvitError(f"{new}: train it first ({first}) and convert that ({then}), or give --teacher")
 
 
 def described(what: Model | Plan | None) -> Any:

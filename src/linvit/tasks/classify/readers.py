@@ -195,7 +195,15 @@ def beside_classes(where: object, loose: list[str]) -> LinvitError:
 def archive_reader(path: Path, split: str, classes: dict[str, int] | None) -> FileReader:
     """The images of an archive, `name/split/class/*.jpg` or less deep, read in place. Images right in the folder of a
     split have no labels, nor have those of an archive of one folder."""
-    found = [(PurePosixPath(name), start, size) for name, start, size in images_in(path)]
+    try:
+        with tarfile.open(path, "r:") as archive:
+            members = [member for member in archive if member.isfile() and is_image(member.name)]
+    except tarfile.CompressionError:
+        raise LinvitError(f"{path} is compressed: unpack it, or pack it again without compression") from None
+    except tarfile.TarError as error:
+        hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else ""
+        raise LinvitError(f"{path} cannot be read as an archive: {error}{hint}") from None
+    found = [(PurePosixPath(member.name), member.offset_data, member.size) for member in members]
     if not found:
         raise LinvitError(f"{path} holds no image")
     depth = shared([name for name, *_ in found])
@@ -221,16 +229,3 @@ def shared(names: list[PurePosixPath]) -> int:
     """How many folders, one in another, hold all images and are neither a split nor a class."""
     common = len(PurePosixPath(os.path.commonpath([name.parent for name in names])).parts)
     return common if any(len(name.parts) > common + 1 for name in names) else 0
-
-
-def images_in(path: Path) -> list[tuple[str, int, int]]:
-    """The images of an uncompressed archive: name, first byte, size."""
-    try:
-        with tarfile.open(path, "r:") as archive:
-            members = [member for member in archive if member.isfile()]
-    except tarfile.CompressionError:
-        raise LinvitError(f"{path} is compressed: unpack it, or pack it again without compression") from None
-    except tarfile.TarError as error:
-        hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else ""
-        raise LinvitError(f"{path} cannot be read as an archive: {error}{hint}") from None
-    return [(m.name.removeprefix("./"), m.offset_data, m.size) for m in members if is_image(m.name)]

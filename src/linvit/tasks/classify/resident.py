@@ -63,28 +63,12 @@ def decode(
     shape = (len(images), len(preprocessing.mean), *preprocessing.size)
     key = (cache_key(images, preprocessing, training, shape), str(device))
     held = {} if held is None else held
-    if key not in held:
-        check_room(images.name, math.prod(shape), torch.device(device))
-        pictures, labels, frames = decode_all(images, preprocessing, training, shape, progress)
-        images.check_labels(labels.numpy())
-        held[key] = Pixels(images.name, pictures.to(device), labels.to(device), frames.to(device))
-    return held[key]
-
-
-def check_room(name: str, size: int, device: torch.device) -> None:
-    """Whether so many bytes fit on the device beside a model."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
-    if size > MEMORY_SHARE * free:
-        much = f"{name} takes {size / 2**30:.1f} GiB decoded, too much for {free / 2**30:.1f} GiB of free device memory"
-        raise LinvitError(f"{much}: train without the resident loader")
-
-
-def decode_all(
-    images: Images, preprocessing: Preprocessing, training: bool, shape: tuple[int, ...], progress: Progress
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All pictures, labels and frames, decoded by threads: Pillow lets others work while it decodes."""
-    pictures, count, (height, width) = torch.empty(shape, dtype=torch.uint8), len(images), preprocessing.size
-    labels, shapes = torch.empty(count, dtype=torch.long), torch.empty(count, 2)
+    if key in held:
+        return held[key]
+    check_room(images.name, math.prod(shape), torch.device(device))
+    count, _, height, width = shape
+    pictures, labels = torch.empty(shape, dtype=torch.uint8), torch.empty(count, dtype=torch.long)
+    shapes = torch.empty(count, 2)
     evaluate = preprocessing.evaluation()
     resampling = PILLOW["bicubic" if preprocessing.interpolation == "bicubic" else "bilinear"]
 
@@ -96,10 +80,22 @@ def decode_all(
             picture = picture.resize((width, height), resampling)
         pictures[index] = channels_first(picture) if training else evaluate(picture)
 
+    # Pillow lets other threads work while it decodes.
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress(f"decoding {images.name}", count) as advance:
         for _ in pool.map(one, range(count)):
             advance()
-    return pictures, labels, frames_of(shapes, (height, width))
+    images.check_labels(labels.numpy())
+    frames = frames_of(shapes, (height, width))
+    held[key] = Pixels(images.name, pictures.to(device), labels.to(device), frames.to(device))
+    return held[key]
+
+
+def check_room(name: str, size: int, device: torch.device) -> None:
+    """Whether so many bytes fit on the device beside a model."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
+    if size > MEMORY_SHARE * free:
+        much = f"{name} takes {size / 2**30:.1f} GiB decoded, too much for {free / 2**30:.1f} GiB of free device memory"
+        raise LinvitError(f"{much}: train without the resident loader")
 
 
 def cache_key(images: Images, preprocessing: Preprocessing, training: bool, shape: tuple[int, ...]) -> str:
@@ -132,9 +128,10 @@ class Resident(Batches):
         for step in range(skip, order.batches):
             chosen = places[step]
             pictures = pixels.pictures[chosen], pixels.labels[chosen]
-            if self.augmentation is None or pixels.frames is None:
+            if self.augmenter is None or pixels.frames is None:
                 yield pictures
                 continue
             frames = pixels.frames[chosen]  # of pictures that have been squeezed; other crops are drawn later
-            boxes = self.augmentation.draw_boxes(self.crop_numbers(epoch, step), frames, self.preprocessing.size)
+            u, _ = self.augmenter.uniform(order, epoch, step)
+            boxes = self.augmenter.augmentation.draw_boxes(u, frames, self.preprocessing.size)
             yield *pictures, boxes * (pixels.stored / frames).repeat(1, 2)

@@ -146,7 +146,7 @@ class Requests:
     def __iter__(self) -> Iterator[Request]:
         source, epoch = self.source, self.epoch
         for step, indices in enumerate(source.order.epoch(epoch)[self.skip :], start=self.skip):
-            numbers = source.crop_numbers(epoch, step).cpu().numpy() if source.augmenter else None
+            numbers = source.augmenter.uniform(source.order, epoch, step)[0].cpu().numpy() if source.augmenter else None
             for start in range(0, len(indices), CHUNK):
                 part, last = slice(start, start + CHUNK), start + CHUNK >= len(indices)
                 yield Request(indices[part].tolist(), None if numbers is None else numbers[part], last)
