@@ -65,8 +65,7 @@ class Batches:
             for pictures, labels, *_ in self.pictures(epoch, skip):
                 yield normalise(pictures, self.mean, self.std), labels
             return
-        table = mixing_table(self.augmentation, self.batches, self.order.seed, epoch, mixed)
-        table = send(table, self.device)
+        table = send(mixing_table(self.augmentation, self.batches, self.order.seed, epoch, mixed), self.device)
         for step, (pictures, labels, *boxes) in enumerate(self.pictures(epoch, skip), start=skip):
             uniform, noise = self.augmenter.draw(self.order, epoch, step)
             yield self.augment(pictures, labels, uniform, noise, table[step], *boxes)

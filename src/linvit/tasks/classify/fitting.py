@@ -89,7 +89,7 @@ class Classification(Task):
         if self.images is None or self.source is None:
             raise LinvitError("there is no validation set to evaluate on")
         asked = Teacher(teacher, student=model, precision=self.precision) if teacher is not None else None
-        return evaluate(model, self.source, self.images.classes, asked, self.images.labelled)
+        return evaluate(model, self.source, asked, classes=self.images.classes, labelled=self.images.labelled)
 
     def metrics(self, model: nn.Module) -> Mapping[str, float]:
         return self.evaluate(model, None if self.best == "top1" else self.teacher).metrics()
@@ -115,10 +115,8 @@ class Fitting:
         self.config, self.output = config, output or Output()
         classes = checks.outputs_of(model)
         train, validation = checks.match_sets(sets.train, sets.validation, model, classes)
-        sets = replace(sets, train=train, validation=validation)
         checks.check_labels(config, train, validation)
-        size = config.size or max(config.random_sizes, default=None)
-        preprocessing = Preprocessing.of(model, size, config.test_crop)
+        preprocessing = Preprocessing.of(model, config.size or max(config.random_sizes, default=None), config.test_crop)
         model.to(processes.device)
         if phases is None:
             self.prepare(model, teacher, preprocessing)

@@ -40,7 +40,7 @@ class Evaluation:
     labels: np.ndarray
     chosen: np.ndarray
     among_five: np.ndarray
-    classes: tuple[str, ...] = ()
+    classes: Sequence[str] = ()
     teacher: np.ndarray | None = None
     divergence: np.ndarray | None = None
     losses: np.ndarray | None = None
@@ -72,9 +72,8 @@ class Evaluation:
     @property
     def per_class(self) -> dict[str, float]:
         """Top-1 of each class that has images."""
-        found = np.unique(self.labels)
-        names = {i: self.classes[i] if i < len(self.classes) else str(i) for i in found}
-        return {names[i]: 100 * float(self.correct[self.labels == i].mean()) for i in found}
+        rates = {i: 100 * float(self.correct[self.labels == i].mean()) for i in np.unique(self.labels)}
+        return {self.classes[i] if i < len(self.classes) else str(i): rate for i, rate in rates.items()}
 
     @property
     def agreement(self) -> float | None:
@@ -108,15 +107,10 @@ class Evaluation:
         Path(path).write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def evaluate(
-    model: nn.Module,
-    source: BatchSource,
-    classes: Sequence[str] = (),
-    teacher: Teacher | None = None,
-    labelled: bool = True,
-) -> Evaluation:
+def evaluate(model: nn.Module, source: BatchSource, teacher: Teacher | None = None, **facts: Any) -> Evaluation:
     """Ask the model about every image of a source that gives each once and in order. Waits for the device only at the
-    end. Over several processes, each asks about its own images and all get the whole result."""
+    end. Over several processes, each asks about its own images and all get the whole result. `facts` are the set's
+    `classes` and whether it is `labelled`."""
     training = model.training
     model.eval()
     rows: list[Tensor] = []
@@ -130,10 +124,9 @@ def evaluate(
         raise LinvitError("there is no image to evaluate on")
     found = gather(torch.cat(rows).cpu().double().numpy())
     labels, chosen, five, losses, *taught = found.T
-    extra: dict[str, Any] = {"losses": losses, "labelled": labelled}
     if teacher:
-        extra |= {"teacher": taught[0].astype(np.int64), "divergence": taught[1]}
-    return Evaluation(labels.astype(np.int64), chosen.astype(np.int64), five > 0, tuple(classes), **extra)
+        facts |= {"teacher": taught[0].astype(np.int64), "divergence": taught[1]}
+    return Evaluation(labels.astype(np.int64), chosen.astype(np.int64), five > 0, losses=losses, **facts)
 
 
 def judge(logits: Tensor, labels: Tensor, wanted: Tensor | None) -> Tensor:

@@ -159,9 +159,8 @@ def evaluate(
     with processes.autocast():
         found = Classification(images, source, processes).evaluate(built, guide)
     if found.broken:
-        some = f"{found.broken:,} of {len(found.labels):,} images"
-        hint = "try --precision fp32, or train it again"
-        raise LinvitError(f"{described(model)} gives NaN or infinite outputs for {some}: {hint}")
+        broken = f"NaN or infinite outputs for {found.broken:,} of {len(found.labels):,} images"
+        raise LinvitError(f"{described(model)} gives {broken}: try --precision fp32, or train it again")
     return found
 
 
@@ -225,10 +224,8 @@ def start(model: Model, pretrained: bool, args: dict[str, Any], classes: int | N
 
 def find_teacher(named: Model | None, built: nn.Module, model: Model, plan: Plan | None, note: Note) -> nn.Module:
     """The named teacher, or the model itself before its conversion: as it is now, or as it was."""
-    if isinstance(named, nn.Module):
-        return named
     if named is not None:
-        return open_teacher(named)
+        return named if isinstance(named, nn.Module) else open_teacher(named)
     if plan is not None:
         return copy.deepcopy(built)
     found = open_original(built, described(model))

@@ -125,13 +125,10 @@ class Resident(Batches):
     def pictures(self, epoch: int, skip: int) -> Iterator[Pictures]:
         pixels, order = self.pixels, self.order
         places = send(torch.cat(order.epoch(epoch)), self.device).split(order.batch)
-        for step in range(skip, order.batches):
-            chosen = places[step]
-            pictures = pixels.pictures[chosen], pixels.labels[chosen]
-            if self.augmenter is None or pixels.frames is None:
-                yield pictures
-                continue
-            frames = pixels.frames[chosen]  # of pictures that have been squeezed; other crops are drawn later
-            u, _ = self.augmenter.uniform(order, epoch, step)
-            boxes = self.augmenter.augmentation.draw_boxes(u, frames, self.preprocessing.size)
-            yield *pictures, boxes * (pixels.stored / frames).repeat(1, 2)
+        for step, chosen in enumerate(places[skip:], start=skip):
+            boxes: list[Tensor] = []
+            if self.augmenter is not None and pixels.frames is not None:  # some were squeezed; else drawn later
+                frames, (u, _) = pixels.frames[chosen], self.augmenter.uniform(order, epoch, step)
+                drawn = self.augmenter.augmentation.draw_boxes(u, frames, self.preprocessing.size)
+                boxes = [drawn * (pixels.stored / frames).repeat(1, 2)]
+            yield pixels.pictures[chosen], pixels.labels[chosen], *boxes
