@@ -14,7 +14,7 @@ from linvit.comparison.reporting.answer import TOLERANCES, main_rows
 from linvit.comparison.reporting.caveats import caveats
 from linvit.comparison.reporting.payload import apart
 from linvit.errors import LinvitError
-from linvit.tasks.classify.pairing import paired_difference
+from linvit.tasks.classify.metrics import paired_difference
 from tests.comparison.synthetic import MECHANISMS, row_of, write_store
 
 

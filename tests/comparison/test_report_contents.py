@@ -18,7 +18,7 @@ from linvit.comparison.reporting.caveats import caveats, inferred
 from linvit.comparison.reporting.payload import HUES, MARKERS, payload, styles, thinned
 from linvit.comparison.reporting.published import FAIR, claims, rankings
 from linvit.measurement.published import TABLES
-from linvit.tasks.classify.pairing import paired_difference
+from linvit.tasks.classify.metrics import paired_difference
 from tests.comparison.synthetic import row_of, write_store
 
 

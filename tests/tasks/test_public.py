@@ -17,7 +17,7 @@ from linvit.conversion.opening import open_model, open_original
 from linvit.conversion.plan import as_plan
 from linvit.errors import LinvitError
 from linvit.tasks import evaluate, train
-from linvit.tasks.classify import open_data
+from linvit.tasks.classify.data import open_data
 from linvit.training.config import override
 from linvit.training.recipes import recipe
 from tests.training.toys import SMALL, same, weights
@@ -82,7 +82,7 @@ def test_other_sources_of_a_conversion(tmp_path: Path, monkeypatch: pytest.Monke
     for pretrained in (True, False):
         model = open_model("vit_tiny_patch16_224", pretrained=pretrained, args=ARGS)
         before = weights(model)
-        linvit.convert(model, "stella", input_size=(8, 8))
+        linvit.convert(model, "stella", size=(8, 8))
         if pretrained:
             assert same(weights(open_original(model, "it")), before) and made == [True, True]
         else:
@@ -90,10 +90,10 @@ def test_other_sources_of_a_conversion(tmp_path: Path, monkeypatch: pytest.Monke
                 open_original(model, "it")
     torch.save(before, tmp_path / "weights.pt")
     model = open_model("vit_tiny_patch16_224", args=ARGS, checkpoint=tmp_path / "weights.pt")
-    linvit.convert(model, "stella", input_size=(8, 8))
+    linvit.convert(model, "stella", size=(8, 8))
     assert same(weights(open_original(model, "it")), before)
     unknown = create("vit_tiny_patch16_224", **ARGS)
-    linvit.convert(unknown, "stella", input_size=(8, 8))
+    linvit.convert(unknown, "stella", size=(8, 8))
     with pytest.raises(LinvitError, match="it was made from a model that is not known: give --teacher"):
         open_original(unknown, "it")
 

@@ -14,7 +14,10 @@ from torch import nn
 import linvit
 from linvit.conversion import Choice, Plan, Rule, find_hosts
 from linvit.errors import LinvitError
-from linvit.tasks.classify import Augmentation, Preprocessing, Resident, decode, evaluate, open_data
+from linvit.tasks.classify.data import open_data
+from linvit.tasks.classify.metrics import evaluate
+from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
+from linvit.tasks.classify.resident import Resident, decode
 from linvit.training.contract import Objective
 from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
 from linvit.training.objectives.distillation import Distillation, relative_error

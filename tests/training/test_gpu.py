@@ -140,21 +140,22 @@ def test_a_step_that_asks_the_host_runs_unrecorded() -> None:
 
 @pytest.mark.parametrize("recipe", ["deit", "fast"])
 def test_recorded_augmentation_is_the_augmentation(recipe: str) -> None:
-    from linvit.tasks.classify.augmenting import Augmenter, Draws
+    from linvit.tasks.classify.augmenting import Augmenter, Order, mixing_table
     from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
     from linvit.training.engine.capture import Replayed
     from linvit.training.recipes import recipe as named
 
     place = torch.device("cuda")
     preprocessing = Preprocessing.of(small_model(img_size=32), None, 1.0)
-    augmenter = Augmenter(Augmentation.of(named(recipe)), preprocessing, 4, device=place)
-    recorded = Replayed(lambda images, labels, *draws: augmenter(images, labels, Draws(*draws)))
-    table = augmenter.table(8, 0, 0)
+    chosen = Augmentation.of(named(recipe))
+    augmenter = Augmenter(chosen, preprocessing, 4, place)
+    recorded = Replayed(augmenter)
+    table = mixing_table(chosen, 8, 0, 0).to(place)
     for step in range(8):
         images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8, device=place)
         labels = torch.randint(0, 4, (8,), device=place)
-        draws = augmenter.draw(8, 0, 1, 0, 0, step, table[step])
-        for ours, wanted in zip(recorded(images, labels, *draws), augmenter(images, labels, draws), strict=True):
+        given = (images, labels, *augmenter.draw(Order(8, 8), 0, step), table[step])
+        for ours, wanted in zip(recorded(*given), augmenter(*given), strict=True):
             assert torch.equal(ours, wanted)
     assert recorded.recordings
 

@@ -48,9 +48,9 @@ def training(
     from linvit.conversion import convert
     from linvit.conversion.plan import parse_plan, split_plans
     from linvit.measurement import record
-    from linvit.tasks.classify import open_data
+    from linvit.tasks.classify.data import open_data
     from linvit.tasks.classify.fitting import Sets
-    from linvit.tasks.classify.training import name_of, start
+    from linvit.tasks.classify.public import name_of, start
     from linvit.tasks.classify.training_speed import STEP_ALONE, loaders_for, make_jpegs, training_speed
     from linvit.training.config import override
     from linvit.training.objectives.teacher import open_teacher

@@ -14,19 +14,12 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify import (
-    Augmentation,
-    Images,
-    Preprocessing,
-    Resident,
-    Streamed,
-    decode,
-    open_images,
-    streaming,
-)
-from linvit.tasks.classify.cutting import channels_first, cut, cut_all
-from linvit.tasks.classify.decoding import decode_jpegs, plain_jpeg
-from linvit.tasks.classify.geometry import CROP_COLUMNS, draw_boxes, frames_of
+from linvit.tasks.classify import streaming
+from linvit.tasks.classify.data import Images, open_images
+from linvit.tasks.classify.decoding import channels_first, cut, cut_all, decode_jpegs, plain_jpeg
+from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation, Preprocessing, frames_of
+from linvit.tasks.classify.resident import Resident, decode
+from linvit.tasks.classify.streaming import Streamed
 from tests.tasks.classify.pictures import archive, photographs
 from tests.tasks.classify.test_resident import equal
 
@@ -101,7 +94,7 @@ def test_without_a_crop_the_middle_is_seen() -> None:
     frames = frames_of(shapes, (224, 224))
     assert frames.tolist() == [[224, 299], [299, 224], [224, 224], [224, 2240]]
     boxes = Augmentation(crop_scale=(1.0, 1.0)).draw_boxes(torch.rand(4, CROP_COLUMNS), frames, (224, 224))
-    assert torch.stack(boxes, 1).tolist() == [
+    assert boxes.tolist() == [
         [0, 37, 224, 224],
         [37, 0, 224, 224],
         [0, 0, 224, 224],
@@ -111,9 +104,9 @@ def test_without_a_crop_the_middle_is_seen() -> None:
 
 def test_frames_of_their_own_are_drawn_like_one_frame() -> None:
     u = torch.rand(500, CROP_COLUMNS)
-    one = draw_boxes(u, (128, 96), (0.08, 1.0), (3 / 4, 4 / 3))
-    each = draw_boxes(u, torch.tensor([[128.0, 96.0]]).expand(500, 2), (0.08, 1.0), (3 / 4, 4 / 3))
-    assert torch.equal(torch.stack(one), torch.stack(each))
+    one = Augmentation().draw_boxes(u, (128, 96), (32, 32))
+    each = Augmentation().draw_boxes(u, torch.tensor([[128.0, 96.0]]).expand(500, 2), (32, 32))
+    assert torch.equal(one, each)
 
 
 @pytest.mark.parametrize(("how", "most"), [("bilinear", 1), ("bicubic", 4)])  # Pillow cuts bicubic's overshoot twice
@@ -134,7 +127,7 @@ def test_crops_on_the_device_are_pillows(how: str, most: int) -> None:
 def test_large_crops_and_two_filters_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = [torch.full((3, 40 + 30 * i, 50), 10 * i, dtype=torch.uint8) for i in range(6)]
     boxes = torch.tensor([[0.0, 0, picture.shape[1], 50] for picture in pictures])
-    monkeypatch.setattr("linvit.tasks.classify.cutting.LARGE", 100)
+    monkeypatch.setattr("linvit.tasks.classify.decoding.LARGE", 100)
     found = cut_all(pictures, boxes, (8, 8), ["bilinear", "bicubic"] * 3)
     assert found[:, 0, 0, 0].tolist() == [0, 10, 20, 30, 40, 50]
 

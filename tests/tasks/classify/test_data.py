@@ -12,9 +12,8 @@ from PIL import Image
 
 from linvit.comparison.description.identity import split_digest
 from linvit.errors import LinvitError
-from linvit.tasks.classify import Images, Preprocessing, Stream, check_outputs, open_data, open_images
-from linvit.tasks.classify.data import open_split
-from linvit.tasks.classify.preprocessing import Augmentation, seed_of
+from linvit.tasks.classify.data import Images, Stream, check_outputs, open_data, open_images, open_split
+from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of
 from linvit.tasks.classify.resident import cache_key
 from linvit.training.recipes import recipe
 from tests.tasks.classify.pictures import archive, photographs

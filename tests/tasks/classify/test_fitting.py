@@ -12,7 +12,7 @@ import torch
 import linvit
 from linvit.errors import LinvitError
 from linvit.tasks import train
-from linvit.tasks.classify import Images
+from linvit.tasks.classify.data import Images
 from linvit.training.config import override
 from linvit.training.recipes import recipe
 from tests.tasks.classify.pictures import photographs

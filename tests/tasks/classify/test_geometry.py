@@ -11,16 +11,16 @@ from timm.data import auto_augment
 from torch.nn import functional as F
 from torchvision.transforms import RandomResizedCrop
 
-from linvit.tasks.classify.geometry import CROP_COLUMNS, Boxes, draw_boxes, resample
+from linvit.tasks.classify.augmenting import resample
+from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation
 from linvit.tasks.classify.randaugment import OPERATIONS, Draw, RandAugment
 from tests.tasks.classify.pictures import photographs, stack
 
 SIZE = (32, 32)
 
 
-def whole(batch: int, size: int = 32) -> Boxes:
-    zero, side = torch.zeros(batch), torch.full((batch,), float(size))
-    return Boxes(zero, zero, side, side)
+def whole(batch: int, size: int = 32) -> torch.Tensor:
+    return torch.tensor([0.0, 0.0, size, size]).expand(batch, 4)
 
 
 def test_nothing_to_do_changes_nothing() -> None:
@@ -39,13 +39,10 @@ def test_flip_is_torchs_flip_where_chosen() -> None:
 
 def test_a_crop_is_cut_out_and_resized() -> None:
     images = stack(photographs())
-    boxes = Boxes(
-        *(torch.tensor(v) for v in ([0.0, 3, 7] + [1.0] * 5, [5.0, 0, 2] + [2.0] * 5)),
-        *(torch.tensor(v) for v in ([32.0, 9, 20] + [16.0] * 5, [27.0, 14, 30] + [8.0] * 5)),
-    )
+    boxes = torch.tensor([[0, 5, 32, 27], [3, 0, 9, 14], [7, 2, 20, 30]] + 5 * [[1, 2, 16, 8]]).float()
     out = resample(images, boxes, torch.zeros(8, dtype=torch.bool), (24, 40))
     for i in range(8):
-        top, left, height, width = (int(value[i]) for value in boxes)
+        top, left, height, width = (int(value) for value in boxes[i])
         cut = images[i : i + 1, :, top : top + height, left : left + width]
         wanted = F.interpolate(cut, (24, 40), mode="bilinear", align_corners=False)
         torch.testing.assert_close(out[i : i + 1], wanted, rtol=0, atol=0.01)
@@ -57,7 +54,8 @@ def test_crops_are_distributed_as_torchvisions() -> None:
     theirs = torch.tensor(
         [RandomResizedCrop.get_params(torch.empty(3, 128, 96), list(scale), list(ratio)) for _ in range(4000)]
     ).float()
-    ours = torch.stack(draw_boxes(torch.rand(4000, CROP_COLUMNS), (128, 96), scale, ratio), dim=1)
+    drawn = Augmentation(crop_scale=scale, crop_ratio=ratio)
+    ours = drawn.draw_boxes(torch.rand(4000, CROP_COLUMNS), (128, 96), SIZE)
     assert (ours[:, 0] + ours[:, 2] <= 128).all() and (ours[:, 1] + ours[:, 3] <= 96).all()
     assert (ours[:, :2] >= 0).all() and torch.equal(ours, ours.round())
     for quantity in (lambda b: b[:, 2] * b[:, 3] / (128 * 96), lambda b: (b[:, 3] / b[:, 2]).log(), lambda b: b[:, 0]):
@@ -68,8 +66,8 @@ def test_crops_are_distributed_as_torchvisions() -> None:
 
 
 def test_scale_one_takes_the_whole_picture() -> None:
-    boxes = draw_boxes(torch.rand(50, CROP_COLUMNS), (32, 32), (1.0, 1.0), (3 / 4, 4 / 3))
-    assert (boxes.height * boxes.width == 32**2).all()
+    boxes = Augmentation(crop_scale=(1.0, 1.0)).draw_boxes(torch.rand(50, CROP_COLUMNS), (32, 32), SIZE)
+    assert (boxes[:, 2] * boxes[:, 3] == 32**2).all()
 
 
 @pytest.mark.parametrize(

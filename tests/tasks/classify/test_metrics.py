@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify import Evaluation, Pixels, Preprocessing, Resident, evaluate, paired_difference
-from linvit.tasks.classify.metrics import gather
+from linvit.tasks.classify.metrics import Evaluation, evaluate, gather, paired_difference
+from linvit.tasks.classify.preprocessing import Preprocessing
+from linvit.tasks.classify.resident import Pixels, Resident
 from linvit.training.objectives.teacher import Teacher
 
 SIZE = Preprocessing((4, 4), (0.5,), (0.5,))
@@ -94,7 +95,7 @@ def test_one_seed_is_the_paired_t_test_over_images() -> None:
     found = paired_difference(a, b, level=0.9)
     test = stats.ttest_rel(100.0 * a, 100.0 * b).confidence_interval(0.9)
     assert found.interval == pytest.approx((test.low, test.high))
-    assert found.seeds_interval is None and "1 seeds, 400 images" in str(found)
+    assert found.seeds_interval is None and (found.seeds, found.images) == (1, 400)
 
 
 def test_the_interval_over_seeds_is_the_paired_t_test() -> None:

@@ -13,7 +13,7 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 
 from linvit.comparison.description.identity import split_digest
 from linvit.errors import LinvitError
-from linvit.tasks.classify import Images, open_data, open_images
+from linvit.tasks.classify.data import Images, open_data, open_images
 from linvit.tasks.classify.readers import number_classes
 from tests.tasks.classify.pictures import photographs
 
@@ -125,9 +125,9 @@ def test_flat_sets_are_numbered_and_ordered_as_by_timm(tmp_path: Path) -> None:
     found = open_images(folder)
     assert found.source.samples == reader.samples and found.source.class_to_idx == reader.class_to_idx
     assert list(found.classes) == list(reader.class_to_idx) == ["ant", "n2", "n10", "Zebra"]
-    assert found.source.filenames() == reader.filenames()
+    assert [found.source.filename(i) for i in range(len(found))] == reader.filenames()
     given = Images("set", reader, classes=tuple(reader.class_to_idx), labels=[label for _, label in reader.samples])
-    given.filenames = lambda index: reader.filename(index, absolute=True)
+    given.filename = lambda index: reader.filename(index, absolute=True)
     assert split_digest(found) == split_digest(given)
     for data in forms(folder)[1:]:
         assert open_images(data).classes == found.classes

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify import Augmentation, Images, Pixels, Preprocessing, Resident, decode, open_images
-from linvit.tasks.classify.augmenting import Augmenter
-from linvit.tasks.classify.order import Order
-from linvit.tasks.classify.resident import check_room
+from linvit.tasks.classify.augmenting import Augmenter, Order
+from linvit.tasks.classify.data import Images, open_images
+from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
+from linvit.tasks.classify.resident import Held, Pixels, Resident, check_room, decode
 from tests.tasks.classify.pictures import archive, photographs, stack
 
 SIZE = Preprocessing((32, 32))
@@ -129,12 +129,11 @@ def test_training_keeps_the_whole_picture_and_its_shape() -> None:
     some = Augmentation(crop_scale=(0.2, 0.3), flip=0.0)
     found = [next(Resident(kept, grey, 1, 1, augmentation=some, seed=seed).epoch(0))[0] for seed in range(40)]
     assert min(one.min() for one in found) < -0.95 and max(one.max() for one in found) > 59 / 127.5 - 1.05
-    assert decode(images, grey, stored=24).pictures.shape == (1, 1, 24, 24)
     square = Images("one", [(wide.resize((40, 40)), 0)], labels=[0])
     assert decode(square, grey).frames is None
 
 
-def test_the_cache_is_found_again_and_a_broken_one_is_not(tmp_path: Path) -> None:
+def test_a_held_set_is_found_again() -> None:
     train = open_images("digits")
     small = Preprocessing((8, 8), (0.5,), (0.5,))
     seen = []
@@ -144,14 +143,11 @@ def test_the_cache_is_found_again_and_a_broken_one_is_not(tmp_path: Path) -> Non
         seen.append((what, total))
         yield lambda: None
 
-    first = decode(train, small, cache=tmp_path, progress=progress)
-    second = decode(train, small, cache=tmp_path, progress=progress)
-    assert seen == [("decoding digits", 1437)] and torch.equal(first.pictures, second.pictures)
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes()[:1000])
-    assert torch.equal(decode(train, small, cache=tmp_path, progress=progress).pictures, first.pictures)
-    decode(train, replace(small, size=(16, 16)), cache=tmp_path, progress=progress)
-    assert len(seen) == 3 and len(list(tmp_path.iterdir())) == 2
+    held: Held = {}
+    first = decode(train, small, held=held, progress=progress)
+    assert decode(train, small, held=held, progress=progress) is first and seen == [("decoding digits", 1437)]
+    decode(train, replace(small, size=(16, 16)), held=held, progress=progress)
+    assert len(seen) == len(held) == 2
 
 
 def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -180,8 +176,8 @@ def test_a_real_set_is_decoded_and_varied() -> None:
 
 
 def test_augmenter_counts_its_columns() -> None:
-    bare = Augmenter(Augmentation(), SIZE, 5, device=torch.device("cpu"))
-    assert sum(Augmenter(FULL, SIZE, 5, device=torch.device("cpu")).columns) == sum(bare.columns) + 8
+    bare = Augmenter(Augmentation(), SIZE, 5, torch.device("cpu"))
+    assert sum(Augmenter(FULL, SIZE, 5, torch.device("cpu")).columns) == sum(bare.columns) + 8
 
 
 def test_batches_without_mixing() -> None:

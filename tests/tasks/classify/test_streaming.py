@@ -10,9 +10,10 @@ import torch
 from timm.data.dataset import IterableImageDataset
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify import Augmentation, Images, Preprocessing, Stream, Streamed, open_images
+from linvit.tasks.classify.data import Images, Stream, open_images
+from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 from linvit.tasks.classify.randaugment import OPERATIONS, Draw, RandAugment
-from linvit.tasks.classify.streaming import one_ahead
+from linvit.tasks.classify.streaming import Streamed, one_ahead
 from tests.tasks.classify.pictures import photographs, stack
 from tests.tasks.classify.test_data import break_image, make_folder
 from tests.tasks.classify.test_resident import equal

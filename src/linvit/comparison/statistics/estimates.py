@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify.pairing import around, paired_difference
+from linvit.tasks.classify.metrics import around, paired_difference
 
 LEVEL = 0.95
 

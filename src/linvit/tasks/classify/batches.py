@@ -14,22 +14,21 @@ where pictures are larger. Pictures that have the model's size come out of both 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify.augmenting import Augmenter, make_augmenter, normalise, statistics
-from linvit.tasks.classify.geometry import CROP_COLUMNS
-from linvit.tasks.classify.order import Order
+from linvit.tasks.classify.augmenting import Augmenter, Order, make_augmenter, mixing_table, normalise, send, statistics
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 
-Pictures = tuple[Tensor, Tensor, Tensor | None]  # uint8 on the device, their labels, their crops where drawn already
+Pictures = tuple[Tensor, ...]  # uint8 on the device, their labels, their crops where drawn already
 
 
 class Batches:
-    """A BatchSource over `count` images. Without an augmentation it is for evaluation: every image once, in order. What
-    a loader adds is `pictures`."""
+    """A BatchSource over `count` images. Without an augmentation it is for evaluation: every image once, in order;
+    `place` is what else an `Order` has. What a loader adds is `pictures`."""
 
     augmenter: Augmenter | None = None
 
@@ -43,19 +42,15 @@ class Batches:
         device: torch.device,
         *,
         augmentation: Augmentation | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        repeats: int = 1,
         compile: bool = False,
+        **place: Any,
     ) -> None:
         if augmentation is not None and augmentation.mixes and batch_size % 2:
-            raise LinvitError(
-                f"mixup and cutmix pair images: {batch_size} images a process is odd, set another batch_size"
-            )
+            odd = f"{batch_size} images a process is odd, set another batch_size"
+            raise LinvitError(f"mixup and cutmix pair images: {odd}")
         self.name, self.preprocessing, self.classes, self.device = name, preprocessing, classes, device
         self.augmentation = augmentation
-        self.order = Order(count, batch_size, seed, rank, world, augmentation is not None, repeats)
+        self.order = Order(count, batch_size, training=augmentation is not None, **place)
         self.batches, self.images = self.order.batches, self.order.images
         if augmentation is not None:
             self.augmenter, self.augment = make_augmenter(augmentation, preprocessing, classes, device, compile)
@@ -66,20 +61,14 @@ class Batches:
         raise NotImplementedError
 
     def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self.order
-        table = self.augmenter.table(order.batches, order.seed, epoch, mixed) if self.augmenter else None
-        for step, (pictures, labels, boxes) in enumerate(self.pictures(epoch, skip), start=skip):
-            if self.augmenter is None or table is None:
+        if self.augmentation is None or self.augmenter is None:
+            for pictures, labels, *_ in self.pictures(epoch, skip):
                 yield normalise(pictures, self.mean, self.std), labels
-                continue
-            draws = self.augmenter.draw(len(labels), order.rank, order.world, order.seed, epoch, step, table[step])
-            yield self.augment(pictures, labels, draws, boxes)
-
-    def crop_numbers(self, epoch: int, step: int) -> Tensor:
-        """The uniform numbers that a step's crops are drawn from."""
-        assert self.augmenter is not None
-        order = self.order
-        return self.augmenter.uniform(order.batch, order.rank, order.world, order.seed, epoch, step)[:, :CROP_COLUMNS]
+            return
+        table = send(mixing_table(self.augmentation, self.batches, self.order.seed, epoch, mixed), self.device)
+        for step, (pictures, labels, *boxes) in enumerate(self.pictures(epoch, skip), start=skip):
+            uniform, noise = self.augmenter.draw(self.order, epoch, step)
+            yield self.augment(pictures, labels, uniform, noise, table[step], *boxes)
 
     def check_labels(self, labels: Tensor) -> None:
         """Whether the model has an output for every label."""

@@ -1,25 +1,32 @@
-"""What is looked at before a training begins or goes on, each mistake in one line."""
+"""What is looked at before a training begins or goes on, each mistake in one line.
+
+Which output of a model stands for which class of a set: by name where both have names, else by position. A model has
+the names it was trained with. timm's ImageNet models are told by how many outputs they have; their names are WordNet's
+synsets, n01440764 and so on, and count where a set's classes are called so.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
 from linvit.conversion.convert import own_size
+from linvit.conversion.saving import label_names, note
 from linvit.errors import LinvitError
 from linvit.files import read_json
-from linvit.tasks.classify.data import Images, Stream
+from linvit.tasks.classify.data import Images, Split, check_outputs, first_line
 from linvit.training.config import FREE, Config
 
 RUN = "run.json"
 
 
-def check_labels(config: Config, train: Images | Stream, validation: Images | Stream | None) -> None:
+def check_labels(config: Config, train: Split, validation: Split | None) -> None:
     """Whether what has no labels needs none."""
     if not train.labelled and config.needs_labels:
         hint = "set distillation_weight=1" if config.distillation != "none" else "choose a recipe with a teacher"
@@ -57,10 +64,8 @@ def check_size(model: nn.Module, size: tuple[int, int], channels: int) -> None:
     """Whether the model takes images of this size; many are built for one."""
     reason = refusal(model, size, channels)
     if reason:
-        raise LinvitError(
-            f"{type(model).__name__} cannot take images of {pixels(size)} ({reason}): set size=none random_sizes= "
-            "for its own size, or build it with --model-arg dynamic_img_size=true"
-        )
+        hint = "set size=none random_sizes= for its own size, or build it with --model-arg dynamic_img_size=true"
+        raise LinvitError(f"{type(model).__name__} cannot take images of {pixels(size)} ({reason}): {hint}")
 
 
 def check_teacher_size(teacher: nn.Module, size: tuple[int, int], channels: int) -> None:
@@ -72,10 +77,8 @@ def check_teacher_size(teacher: nn.Module, size: tuple[int, int], channels: int)
     reason = refusal(teacher, size, channels)
     if reason:
         theirs, ours = pixels(own_size(teacher)), pixels(size)
-        raise LinvitError(
-            f"the teacher is for images of {theirs} and the student's have {ours} ({reason}): "
-            f"choose a teacher for {ours}, or a student for {theirs}"
-        )
+        apart = f"the teacher is for images of {theirs} and the student's have {ours} ({reason})"
+        raise LinvitError(f"{apart}: choose a teacher for {ours}, or a student for {theirs}")
 
 
 def pixels(size: tuple[int, int]) -> str:
@@ -90,7 +93,7 @@ def refusal(model: nn.Module, size: tuple[int, int], channels: int) -> str | Non
     try:
         model.eval()(torch.zeros(1, channels, *size, device=like.device, dtype=like.dtype))
     except (AssertionError, RuntimeError, ValueError) as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     finally:
         model.train(training)
     return None
@@ -102,3 +105,47 @@ def outputs_of(model: Any) -> int:
     if not isinstance(found, int) or found < 1:
         raise LinvitError(f"{type(model).__name__} has no classifier: create it with num_classes=…")
     return found
+
+
+def match_sets(train: Split, validation: Split | None, model: nn.Module, outputs: int) -> tuple[Split, Split | None]:
+    """Sets to train and validate with, labelled by the model's outputs. The model is given the names: its own, else
+    those of the training set, in their order, and none for outputs that are left over."""
+    if train.labelled and train.classes:
+        names = names_for(train, model, outputs)
+        if not names:
+            check_outputs(train, outputs)
+            names = (*train.classes, *("" for _ in range(outputs - len(train.classes))))
+        note(model, label_names=tuple(names))
+    return match_classes(train, model, outputs), validation and match_classes(validation, model, outputs)
+
+
+def match_classes(images: Split, model: nn.Module, outputs: int) -> Split:
+    """The images labelled by the model's outputs."""
+    named = isinstance(images, Images) and images.labelled and images.classes
+    names = names_for(images, model, outputs) if named else ()
+    if isinstance(images, Images) and names:
+        return images.renumbered(names)
+    check_outputs(images, outputs)
+    if named and len(images.classes) < outputs:
+        known = synsets(outputs)
+        hint = f"name its class folders by synset, such as {known[0]}" if known else f"give images of all {outputs}"
+        few = f"{images.name} has {len(images.classes)} classes, the model {outputs} outputs, and it is not known which"
+        raise LinvitError(f"{few} are which: {hint}, or take a model that was trained on this set")
+    return images
+
+
+def names_for(images: Split, model: nn.Module, outputs: int) -> Sequence[str]:
+    """The names of the model's outputs, as far as they are known and speak of such classes."""
+    names = label_names(model)
+    if names:
+        return names
+    known = synsets(outputs)
+    shared = set(images.classes) & set(known)
+    part = len(images.classes) < outputs  # a set of as many classes may be another one, of which positions are right
+    return known if len(shared) == len(images.classes) or (shared and part) else ()
+
+
+def synsets(outputs: int) -> Sequence[str]:
+    """The classes of ImageNet, or of what else of it has so many; none where nothing has."""
+    subset = infer_imagenet_subset({"num_classes": outputs})
+    return ImageNetInfo(subset).label_names() if subset else ()

@@ -10,9 +10,9 @@ without labels, because a teacher has the answers, says so: `open_images("photos
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,15 +24,7 @@ from torch.utils.data import Dataset
 
 from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError, Unreadable, unknown
-from linvit.tasks.classify.readers import (
-    SPLITS,
-    FileReader,
-    archive_reader,
-    check_path,
-    folder_reader,
-    more,
-    no_classes,
-)
+from linvit.tasks.classify.readers import SPLITS, FileReader, more, open_reader
 
 PREFIXES = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets"}
 PREFIXES |= {"wds": "webdataset"}  # the package that each kind of set needs
@@ -41,6 +33,7 @@ ROOTED = ("torch", "wds")  # kinds of sets that have no place of their own
 HELD_OUT = 10  # of so many images of a class one is for validation, where a set has no splits
 
 
+@dataclass(eq=False)
 class Images(Dataset):
     """One split: pictures and labels by index.
 
@@ -48,26 +41,19 @@ class Images(Dataset):
     labels where they are known without decoding. Where it is not `labelled` every label is 0 and means nothing.
     """
 
-    def __init__(
-        self,
-        name: str,
-        source: Any,
-        *,
-        classes: Sequence[str] = (),
-        labels: Sequence[int] | None = None,
-        filenames: Any = None,
-        labelled: bool = True,
-        note: str = "",
-    ) -> None:
-        self.name, self.labelled = name, labelled
-        self.note = note  # what a user should know of this split
-        self.held_out_of = 0  # how many images the set has, if it has no splits and this is what is held out
-        self.source = source
-        self.classes = tuple(classes)
-        self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
-        self.filenames = filenames
-        self.outputs: list[int] | None = None  # for each label of the source ours, where they differ
-        if self.labels is not None and len(self.labels):
+    name: str
+    source: Any
+    classes: Sequence[str] = ()
+    labels: Any = None
+    labelled: bool = True
+    note: str = ""  # what a user should know of this split
+    held_out_of: int = 0  # how many images the set has, if it has no splits and this is what is held out
+    outputs: list[int] | None = None  # for each label of the source ours, where they differ
+
+    def __post_init__(self) -> None:
+        self.classes = tuple(self.classes)
+        if self.labels is not None:
+            self.labels = np.asarray(self.labels, dtype=np.int64)
             self.check_labels(self.labels)
 
     def __len__(self) -> int:
@@ -86,7 +72,11 @@ class Images(Dataset):
             picture, label = self.source[index][:2]
             if not isinstance(picture, Image.Image):
                 picture = Image.open(picture)
-        return picture, int(label) if self.outputs is None else self.output(int(label))
+        if self.outputs is None:
+            return picture, int(label)
+        if not 0 <= label < len(self.outputs):
+            raise LinvitError(f"{self.name} has label {label}: labels must run from 0 to {len(self.outputs) - 1}")
+        return picture, self.outputs[int(label)]
 
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:
@@ -98,12 +88,6 @@ class Images(Dataset):
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise Unreadable(f"cannot read image {self.filename(index)}: {first_line(error)}") from None
 
-    def output(self, label: int) -> int:
-        assert self.outputs is not None
-        if not 0 <= label < len(self.outputs):
-            raise LinvitError(f"{self.name} has label {label}: labels must run from 0 to {len(self.outputs) - 1}")
-        return self.outputs[label]
-
     def renumbered(self, names: Sequence[str]) -> Images:
         """The same images, labelled by where their classes stand among the names of a model's outputs."""
         if tuple(names) == self.classes:
@@ -111,17 +95,15 @@ class Images(Dataset):
         places = {name: place for place, name in enumerate(names)}
         odd = [name for name in self.classes if name not in places]
         if odd:
-            raise LinvitError(
-                f"{self.name} has class '{odd[0]}'{more(odd)}, which the model does not know: leave out what it does "
-                "not know, or take a model of these classes"
-            )
-        made = copy.copy(self)
-        made.classes, made.outputs = tuple(names), [places[name] for name in self.classes]
-        made.labels = None if self.labels is None else np.asarray(made.outputs, dtype=np.int64)[self.labels]
-        return made
+            hint = "leave out what it does not know, or take a model of these classes"
+            raise LinvitError(f"{self.name} has class '{odd[0]}'{more(odd)}, which the model does not know: {hint}")
+        outputs = [places[name] for name in self.classes]
+        labels = None if self.labels is None else np.asarray(outputs, dtype=np.int64)[self.labels]
+        return replace(self, classes=names, outputs=outputs, labels=labels)
 
     def filename(self, index: int) -> str:
-        return str(self.filenames(index)) if self.filenames is not None else f"{index} of {self.name}"
+        known = isinstance(self.source, FileReader)
+        return self.source.filename(index, absolute=True) if known else f"{index} of {self.name}"
 
     @property
     def class_count(self) -> int | None:
@@ -132,7 +114,7 @@ class Images(Dataset):
 
     def check_labels(self, labels: np.ndarray) -> None:
         """Labels count from 0 to the number of classes; anything else would index past the model's outputs."""
-        low, high = int(labels.min()), int(labels.max())
+        low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, -1)
         if low < 0 or (self.classes and high >= len(self.classes)):
             outside = low if low < 0 else high
             most = f"0 to {len(self.classes) - 1}" if self.classes else "0 upwards"
@@ -157,6 +139,9 @@ class Stream:
         return len(self.open(training=False))
 
 
+Split = Images | Stream
+
+
 def open_images(
     data: str | Path,
     split: str = "train",
@@ -165,45 +150,35 @@ def open_images(
     classes: dict[str, int] | None = None,
     unlabelled: bool = False,
     **options: Any,
-) -> Images | Stream:
+) -> Split:
     """A split of a set. `classes` is the numbering of the training set, which a validation set must share;
     `unlabelled`, whether images without class folders will do; `options` go to timm's `create_dataset` for named
     sets."""
     name = str(data)
     prefix = name.split("/")[0]
     if name == "digits":
-        return digits(split)
+        source = Digits(split)
+        return Images(name, source, [str(i) for i in range(10)], source.targets)
     if prefix in PREFIXES and "/" in name and not Path(name).exists():
         if root is None and prefix in ROOTED:
             raise LinvitError(f"{name} may lie anywhere: give its folder by --root DIR")
         folder = None if root is None else str(root)
         if prefix in STREAMS:
             return Stream(name, split, folder, options)
-        return from_timm(name, open_timm(name, split, folder, **options))
+        dataset = open_timm(name, split, folder, **options)
+        reader = getattr(dataset, "reader", None)  # timm's; none where it is torchvision's own class
+        found = (getattr(dataset, names, None) for names in ("wnids", "classes"))  # torchvision's ImageNet has synsets
+        names = next(filter(None, found), None) or getattr(reader, "class_to_idx", None) or ()
+        source = dataset if reader is None else reader
+        return Images(name, source, [str(one) for one in names], getattr(dataset, "targets", None))
     path = Path(data) if root is None else Path(root) / data
-    check_path(path)
-    if path.is_dir():
-        reader = folder_reader(path, split, classes)
-    elif path.suffix in (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst"):
-        reader = archive_reader(path, split, classes)
-    else:
-        raise LinvitError(f"{path} is neither an image folder nor a .tar archive")
-    if not (reader.class_to_idx or unlabelled):
-        raise no_classes(path / reader.chosen if reader.chosen else path)
-    return from_reader(reader, name)
+    return from_reader(open_reader(path, split, classes, unlabelled), name)
 
 
-def from_reader(reader: FileReader, name: str, note: str = "") -> Images:
+def from_reader(reader: FileReader, name: str, **facts: Any) -> Images:
     """A reader's images."""
-    return Images(
-        name,
-        reader,
-        classes=tuple(reader.class_to_idx),
-        labels=[label for _, label in reader.samples],
-        filenames=lambda index: reader.filename(index, absolute=True),
-        labelled=bool(reader.class_to_idx),
-        note=note,
-    )
+    classes, labels = tuple(reader.class_to_idx), [label for _, label in reader.samples]
+    return Images(name, reader, classes, labels, labelled=bool(classes), **facts)
 
 
 def open_data(data: str | Path, *, root: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
@@ -216,7 +191,7 @@ def open_data(data: str | Path, *, root: str | Path | None = None, **options: An
     return train, open_images(data, "validation", root=root, classes=numbering, **options)
 
 
-def open_split(data: str | Path, split: str, *, root: str | Path | None = None, **options: Any) -> Images | Stream:
+def open_split(data: str | Path, split: str, *, root: str | Path | None = None, **options: Any) -> Split:
     """One split of a set, the same images that `open_data` gives; `all` of a set without splits, which `auto` means,
     too, where the validation split of others is meant."""
     images = open_images(data, "validation" if split == "auto" else split, root=root, **options)
@@ -228,59 +203,44 @@ def open_split(data: str | Path, split: str, *, root: str | Path | None = None, 
     raise unknown("split", split, (*SPLITS, "all"))
 
 
-def undivided(images: Images | Stream) -> TypeGuard[Images]:
+def undivided(images: Split) -> TypeGuard[Images]:
     """Whether this is a folder or an archive without splits, all of it."""
     return isinstance(images, Images) and getattr(images.source, "chosen", "") is None
 
 
 def hold_out(images: Images) -> tuple[Images, Images]:
     """Every tenth image of each class for validation, the last one of a class that has fewer."""
-    assert images.labels is not None
-    order = np.argsort(images.labels, kind="stable")
-    counts = np.bincount(images.labels)
-    ranks = np.empty(len(order), dtype=np.int64)
-    ranks[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    sizes = counts[images.labels]
-    held = np.where(sizes < HELD_OUT, (ranks == sizes - 1) & (sizes > 1), ranks % HELD_OUT == HELD_OUT - 1)
+    order, ends = np.argsort(images.labels, kind="stable"), np.cumsum(np.bincount(images.labels))
+    held = np.zeros(len(images), dtype=bool)
+    for places in np.split(order, ends):  # of a class
+        held[places[HELD_OUT - 1 :: HELD_OUT] if len(places) >= HELD_OUT else places[1:][-1:]] = True
     if not held.any():
         raise LinvitError(f"{images.name} has too few images to hold some out: put others in {images.name}/val/")
     note = f"{images.name} has no splits: {held.sum():,} of its {len(images):,} images are held out for validation"
-    parts = (images.source.subset(np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
-    train, validation = (from_reader(part, images.name, text) for part, text in zip(parts, ("", note), strict=True))
-    validation.held_out_of = len(images)
-    return train, validation
+    train, validation = (images.source.subset(np.flatnonzero(chosen).tolist()) for chosen in (~held, held))
+    kept = from_reader(validation, images.name, note=note, held_out_of=len(images))
+    return from_reader(train, images.name), kept
 
 
-def check_outputs(images: Images | Stream, outputs: int) -> None:
+def check_outputs(images: Split, outputs: int) -> None:
     """Whether a model has an output for every class."""
-    if images.class_count is not None and images.class_count > outputs:
-        raise LinvitError(
-            f"{images.name} has {images.class_count} classes, the model {outputs} outputs: "
-            f"create it with num_classes={images.class_count}"
-        )
+    count = images.class_count
+    if count is not None and count > outputs:
+        hint = f"create it with num_classes={count}"
+        raise LinvitError(f"{images.name} has {count} classes, the model {outputs} outputs: {hint}")
 
 
 def open_timm(name: str, split: str, root: str | None, **options: Any) -> Any:
     """timm's dataset of this name, with what goes wrong in one line."""
-    prefix = name.split("/")[0]
+    needs = f"{name} needs the package {PREFIXES[name.split('/')[0]]}"
     try:
         return create_dataset(name, root=root, split=split, **options)
     except (ImportError, NameError) as error:
-        raise LinvitError(f"{name} needs the package {PREFIXES[prefix]}: {first_line(error)}") from None
+        raise LinvitError(f"{needs}: {first_line(error)}") from None
     except Exception as error:  # whatever the set's own library raises
         text = first_line(error)
-        if "Please install" in text:
-            raise LinvitError(f"{name} needs the package {PREFIXES[prefix]}, which is not installed") from None
-        raise LinvitError(f"cannot open {name}: {text}") from None
-
-
-def from_timm(name: str, dataset: Any) -> Images:
-    """A set that timm opened: torchvision's own class, or timm's around a reader."""
-    reader = getattr(dataset, "reader", None)
-    labels = getattr(dataset, "targets", None)
-    found = (getattr(dataset, names, None) for names in ("wnids", "classes"))  # torchvision's ImageNet has synsets
-    names = next(filter(None, found), None) or getattr(reader, "class_to_idx", None) or ()
-    return Images(name, reader if reader is not None else dataset, classes=tuple(map(str, names)), labels=labels)
+        missing = "Please install" in text
+        raise LinvitError(f"{needs}, which is not installed" if missing else f"cannot open {name}: {text}") from None
 
 
 class Digits:
@@ -289,9 +249,11 @@ class Digits:
     def __init__(self, split: str) -> None:
         from sklearn.datasets import load_digits
 
+        if split not in ("train", "validation", "val", "test"):
+            raise unknown("split", split, ("train", "validation"))
         found = load_digits()
         validation = np.arange(len(found.target)) % 5 == 0
-        chosen = validation if split in ("validation", "val", "test") else ~validation
+        chosen = ~validation if split == "train" else validation
         self.pixels = np.round(found.images[chosen] * (255 / 16)).astype(np.uint8)
         self.targets = found.target[chosen]
 
@@ -300,13 +262,6 @@ class Digits:
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         return Image.fromarray(self.pixels[index]), int(self.targets[index])
-
-
-def digits(split: str) -> Images:
-    if split not in ("train", "validation", "val", "test"):
-        raise unknown("split", split, ("train", "validation"))
-    source = Digits(split)
-    return Images("digits", source, classes=[str(i) for i in range(10)], labels=source.targets)
 
 
 def first_line(error: BaseException) -> str:

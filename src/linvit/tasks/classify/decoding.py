@@ -4,15 +4,20 @@ A worker looks at the headers, draws the crops and cuts them out. JPEGs that the
 bytes travel, and the crop is cut out there. Those are the plain ones: Pillow decodes what has other colours, other
 formats or no end, and says which file cannot be read.
 
-Pillow and the GPU differ by a few grey levels, since each smooths JPEG's colours in its own way.
+Pillow and the GPU differ by a few grey levels, since each smooths JPEG's colours in its own way. Crops come to the
+model's size by Pillow (`cut`), or a whole batch on the device (`cut_all`), where the two directions of the filter are
+two products with matrices of weights. Both read a crop through the same filter, widened where pixels become fewer, and
+nothing beyond the crop, so they agree to one grey level.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from io import BytesIO
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +26,16 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError
-from linvit.tasks.classify.cutting import channels_first, cut, in_mode
-from linvit.tasks.classify.data import Images, Stream
-from linvit.tasks.classify.geometry import CROP_COLUMNS, frames_of
-from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of
+from linvit.tasks.classify.data import Images, Split, Stream
+from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation, Preprocessing, frames_of, seed_of
 
 END = b"\xff\xd9"  # of a JPEG, perhaps with a little after it
 AFTER_END = 32
+LARGE = 1024  # pixels of a side above which crops are shrunk alone: together all take the room of the largest
+PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+REACH = {"bilinear": 1, "bicubic": 2}  # of a filter, in pixels
 
 
 class Request(NamedTuple):
@@ -61,12 +68,7 @@ class ChunkReader(Dataset):
     """Reads images by request. An error travels as a value: raised in a worker it would end in a traceback."""
 
     def __init__(
-        self,
-        images: Images | Stream,
-        preprocessing: Preprocessing,
-        augmentation: Augmentation | None,
-        *,
-        encoded: bool = False,
+        self, images: Split, preprocessing: Preprocessing, augmentation: Augmentation | None, encoded: bool
     ) -> None:
         self.images, self.preprocessing, self.augmentation, self.encoded = images, preprocessing, augmentation, encoded
         self.filters = augmentation.filters(preprocessing) if augmentation else ()
@@ -85,12 +87,15 @@ class ChunkReader(Dataset):
         height, width = size = self.preprocessing.size
         mode = self.preprocessing.mode
         boxes = crops = np.tile(np.array([0, 0, height, width], np.float32), (len(pictures), 1))
-        if self.augmentation is not None:
-            crops = self.draw(pictures, torch.from_numpy(request.numbers)).numpy()
+        if self.augmentation is not None:  # crops are drawn in the pictures' frames, and here in their own pixels
+            shapes = torch.tensor([(picture.height, picture.width) for picture in pictures]).float()
+            frames = frames_of(shapes, size)
+            drawn = self.augmentation.draw_boxes(torch.from_numpy(request.numbers), frames, size)
+            crops = (drawn * (shapes / frames).repeat(1, 2)).numpy()
         decoded, files = [], []
         for place, picture in enumerate(pictures):
             data = b""
-            with self.naming(request.indices, place):
+            with self.images.naming(request.indices[place]) if isinstance(self.images, Images) else nullcontext():
                 if self.augmentation is None:
                     decoded.append(self.evaluate(in_mode(picture, mode)))
                 elif picture.size == (width, height):
@@ -102,32 +107,13 @@ class ChunkReader(Dataset):
             files.append(data)
         pixels = torch.stack(decoded) if decoded else torch.empty(0, len(self.preprocessing.mean), *size).byte()
         encoded = torch.frombuffer(bytearray(b"".join(files)) or bytearray(1), dtype=torch.uint8)
-        return Chunk(
-            np.array(labels),
-            boxes,
-            pixels,
-            encoded,
-            [len(file) for file in files],
-            crops,
-            request.indices,
-            request.last,
-        )
-
-    def draw(self, pictures: Sequence[Image.Image], numbers: Tensor) -> Tensor:
-        """Crops of pictures, in their own pixels."""
-        assert self.augmentation is not None
-        shapes = torch.tensor([(picture.height, picture.width) for picture in pictures]).float()
-        frames = frames_of(shapes, self.preprocessing.size)
-        boxes = self.augmentation.draw_boxes(numbers, frames, self.preprocessing.size)
-        return torch.stack(boxes.scaled(shapes / frames), dim=1)
+        lengths = [len(file) for file in files]
+        return Chunk(np.array(labels), boxes, pixels, encoded, lengths, crops, request.indices, request.last)
 
     def decode(self, index: int) -> Tensor:
         """One whole picture, by Pillow."""
         assert isinstance(self.images, Images)
         return channels_first(in_mode(self.images[index][0], self.preprocessing.mode))
-
-    def naming(self, indices: list[int], place: int) -> AbstractContextManager[None]:
-        return self.images.naming(indices[place]) if isinstance(self.images, Images) else nullcontext()
 
 
 class StreamReader(IterableDataset):
@@ -142,20 +128,14 @@ class StreamReader(IterableDataset):
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
-        number = worker.id if worker is not None else 0
-        pictures: list[Image.Image] = []
-        labels: list[int] = []
-        numbers: list[Tensor] = []
-        for place, (picture, label) in enumerate(self.stream):
-            pictures.append(picture)
-            labels.append(int(label))
-            draw = torch.Generator().manual_seed(seed_of(self.seed, number, place))
-            numbers.append(torch.rand(CROP_COLUMNS, generator=draw))
-            if len(pictures) == self.batch:
-                yield self.reader.read(pictures, labels, Request([], torch.stack(numbers).numpy(), True))
-                pictures, labels, numbers = [], [], []
-        if pictures and not self.training:
-            yield self.reader.read(pictures, labels, Request([], None, True))
+        number, stream = worker.id if worker is not None else 0, enumerate(self.stream)
+        while found := list(islice(stream, self.batch)):
+            if self.training and len(found) < self.batch:
+                return
+            pictures, labels = zip(*(sample for _, sample in found), strict=True)
+            draws = (torch.Generator().manual_seed(seed_of(self.seed, number, place)) for place, _ in found)
+            numbers = np.stack([torch.rand(CROP_COLUMNS, generator=draw).numpy() for draw in draws])
+            yield self.reader.read(pictures, [int(label) for label in labels], Request([], numbers, True))
 
 
 def plain_jpeg(picture: Image.Image, mode: str) -> bytes:
@@ -165,10 +145,8 @@ def plain_jpeg(picture: Image.Image, mode: str) -> bytes:
         return b""
     file.seek(0)
     data = file.read()
-    if END in data[-AFTER_END:]:
-        return data
     file.seek(0)
-    return b""
+    return data if END in data[-AFTER_END:] else b""
 
 
 def decode_jpegs(files: Sequence[Tensor], mode: str, device: torch.device) -> list[Tensor | None]:
@@ -203,3 +181,87 @@ def decodes_jpegs(device: torch.device) -> bool:
     Image.new("RGB", (16, 16)).save(made, "JPEG")
     file = torch.frombuffer(bytearray(made.getvalue()), dtype=torch.uint8)
     return decode_jpegs([file], "RGB", device)[0] is not None
+
+
+def hull(box: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
+    """The whole pixels that a box (top, left, height, width) touches: first and last row, first and last column."""
+    top, left, tall, wide = box
+    bottom, right = math.ceil(top + tall - 1e-3), math.ceil(left + wide - 1e-3)
+    return int(top + 1e-3), min(bottom, height), int(left + 1e-3), min(right, width)
+
+
+def cut(picture: Image.Image, box: Sequence[float], size: tuple[int, int], mode: str, how: str) -> Tensor:
+    """A crop (top, left, height, width) of a picture, uint8 `(channels, *size)`. A JPEG that has not been decoded yet
+    is decoded at the scale that will do."""
+    height, width = size
+    before = picture.size
+    fewer = math.ceil(before[0] * width / box[3]), math.ceil(before[1] * height / box[2])
+    if 2 * fewer[0] <= before[0] and 2 * fewer[1] <= before[1]:
+        picture.draft(picture.mode, fewer)
+    down, across = picture.height / before[1], picture.width / before[0]
+    top, left, tall, wide = box[0] * down, box[1] * across, box[2] * down, box[3] * across
+    first, last, start, stop = hull((top, left, tall, wide), picture.height, picture.width)
+    picture = in_mode(picture, mode).crop((start, first, stop, last))
+    left, top = max(left - start, 0), max(top - first, 0)
+    inner = (left, top, min(left + wide, picture.width), min(top + tall, picture.height))
+    return channels_first(picture.resize((width, height), PILLOW[how], box=inner))
+
+
+def in_mode(picture: Image.Image, mode: str) -> Image.Image:
+    """The decoded picture in a mode of Pillow's, not copied where it has it."""
+    picture = eight_bits(picture)
+    return picture if picture.mode == mode else picture.convert(mode)
+
+
+def channels_first(picture: Image.Image) -> Tensor:
+    values = torch.from_numpy(np.array(picture))
+    return values.permute(2, 0, 1) if values.ndim == 3 else values[None]
+
+
+def cut_all(pictures: Sequence[Tensor], boxes: Tensor, size: tuple[int, int], filters: Sequence[str]) -> Tensor:
+    """Crops of decoded pictures, uint8 `(channels, height, width)` each, by boxes `(pictures, 4)` on the host. Large
+    ones are shrunk one by one, the others together."""
+    large = (boxes[:, 2:] > LARGE).any(1).tolist()
+    groups: dict[tuple[str, int], list[int]] = {}
+    for row, how in enumerate(filters):
+        groups.setdefault((how, row if large[row] else -1), []).append(row)
+    found = [shrink([pictures[row] for row in rows], boxes[rows], size, how) for (how, _), rows in groups.items()]
+    order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+    return torch.cat(found)[order.to(pictures[0].device)]
+
+
+def shrink(pictures: Sequence[Tensor], boxes: Tensor, size: tuple[int, int], how: str) -> Tensor:
+    """One filter's crops in one go, through rows and columns of weights."""
+    device = pictures[0].device
+    kind = torch.float16 if device.type == "cuda" else torch.float32
+    hulls = [hull(box, *picture.shape[1:]) for picture, box in zip(pictures, boxes.tolist(), strict=True)]
+    parts = [p[:, top:bottom, left:right] for p, (top, bottom, left, right) in zip(pictures, hulls, strict=True)]
+    tall, wide = (max(part.shape[side] for part in parts) for side in (1, 2))
+    whole = pictures[0].new_zeros(len(parts), len(parts[0]), tall, wide)
+    for row, part in enumerate(parts):
+        whole[row, :, : part.shape[1], : part.shape[2]].copy_(part)
+    corners = torch.tensor([(top, left) for top, _, left, _ in hulls])
+    shapes = torch.tensor([part.shape[1:] for part in parts])
+    down, across = (
+        weights(boxes[:, side] - corners[:, side], boxes[:, 2 + side], shapes[:, side], room, size[side], how, device)
+        for side, room in enumerate((tall, wide))
+    )
+    found = down.to(kind)[:, None] @ whole.to(kind) @ across.to(kind)[:, None].mT
+    return found.float().round().clamp(0, 255).to(torch.uint8)
+
+
+def weights(
+    start: Tensor, length: Tensor, pixels: Tensor, room: int, count: int, how: str, device: torch.device
+) -> Tensor:
+    """What each of `room` pixels adds to each of `count` new ones, `(pictures, count, room)`. Of the old ones the first
+    `pixels` are there, and the new ones lie evenly on `length` from `start` on."""
+    start, length, pixels = (value.float().to(device)[:, None, None] for value in (start, length, pixels))
+    step = length / count
+    places = start + (torch.arange(count, device=device)[:, None] + 0.5) * step
+    source = torch.arange(room, device=device)
+    x = ((source + 0.5 - places) / step.clamp(min=1)).abs()
+    near = 1 - x
+    if how == "bicubic":
+        near = torch.where(x < 1, (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2)
+    near = torch.where((x < REACH[how]) & (source < pixels), near, 0)
+    return near / near.sum(-1, keepdim=True)

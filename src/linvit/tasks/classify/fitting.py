@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,30 +15,25 @@ from linvit.conversion.saving import label_names, note
 from linvit.errors import LinvitError, Unreadable, unknown
 from linvit.files import locked, write_json
 from linvit.measurement.record import environment
-from linvit.tasks.classify.checks import RUN, check_labels, check_same, check_size, check_teacher_size, outputs_of
-from linvit.tasks.classify.classes import match_sets
-from linvit.tasks.classify.data import Images, Stream
+from linvit.tasks.classify import checks
+from linvit.tasks.classify.data import Images, Split, Stream
 from linvit.tasks.classify.metrics import Evaluation, evaluate
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
 from linvit.tasks.classify.streaming import Streamed
+from linvit.training import BatchSource, Config, Engine, Outcome, Output, Phase, Processes, Task, make_processes
 from linvit.training.callbacks.drop_path import set_drop_path
 from linvit.training.checkpoints.files import checksum
-from linvit.training.config import Config
-from linvit.training.contract import BatchSource, Task
 from linvit.training.engine.determinism import repeatable
-from linvit.training.engine.loop import Engine, Outcome, Output
-from linvit.training.engine.phases import Phase, compiles
+from linvit.training.engine.phases import compiles
 from linvit.training.objectives.stages import make_phases
 from linvit.training.objectives.teacher import Teacher
 from linvit.training.optimisation.optimiser import check_trainable
-from linvit.training.processes import Processes, make_processes
 
 LOADERS = ("auto", "resident", "streamed")
 SMALL = 4 * 2**30  # bytes of decoded pictures up to which a set goes to the device by itself
 CHECKED = 2  # so many training batches at once in evaluation, which keeps nothing for a backward pass
 PATIENCE = 10.0  # seconds to wait for a folder: the workers of a killed run outlive it a little
-Split = Images | Stream
 
 
 @dataclass(frozen=True)
@@ -59,16 +55,6 @@ class Sets:
         if self.workers < 0:
             raise LinvitError(f"--workers {self.workers}: give 0 or more")
 
-    @property
-    def splits(self) -> list[Split]:
-        return [self.train] if self.validation is None else [self.train, self.validation]
-
-    def resident(self, split: Split, size: tuple[int, int]) -> bool:
-        """Whether a split is kept on the device."""
-        if self.loader != "auto":
-            return self.loader == "resident"
-        return isinstance(split, Images) and len(split) * 3 * size[0] * size[1] <= SMALL
-
     def source(
         self,
         split: Split,
@@ -79,37 +65,36 @@ class Sets:
         augmentation: Augmentation | None = None,
     ) -> BatchSource:
         """The batches of a split, on the device or streamed to it; without augmentation, for evaluation."""
+        device, batch = processes.device, config.batch_size // (processes.world * config.accumulate)
         place: dict[str, Any] = {"seed": config.seed, "rank": processes.rank, "world": processes.world}
-        place |= {"repeats": config.repeats, "augmentation": augmentation}
-        batch = config.batch_size // (processes.world * config.accumulate)
-        if not self.resident(split, preprocessing.size):
-            place |= {"device": processes.device, "workers": self.workers, "decoder": self.decoder}
-            return Streamed(split, preprocessing, batch, classes, compile=compiles(config, processes.device), **place)
+        place |= {"repeats": config.repeats, "augmentation": augmentation, "compile": compiles(config, device)}
+        small = isinstance(split, Images) and 3 * len(split) * math.prod(preprocessing.size) <= SMALL
+        if self.loader == "streamed" or (self.loader == "auto" and not small):
+            place |= {"device": device, "workers": self.workers, "decoder": self.decoder}
+            return Streamed(split, preprocessing, batch, classes, **place)
         training = augmentation is not None
-        how: dict[str, Any] = {"progress": self.progress, "held": self.held}
-        pixels = decode(split, preprocessing, device=processes.device, training=training, **how)
-        batch = batch if training else batch * CHECKED
-        return Resident(pixels, preprocessing, batch, classes, compile=compiles(config, processes.device), **place)
+        pixels = decode(split, preprocessing, device=device, training=training, progress=self.progress, held=self.held)
+        return Resident(pixels, preprocessing, batch if training else batch * CHECKED, classes, **place)
 
 
 class Classification(Task):
     """The best weights have the highest top-1, or where there are no labels agree with the teacher most often."""
 
     def __init__(
-        self, checks: BatchSource | None, labelled: bool, teacher: nn.Module | None, processes: Processes
+        self, images: Split | None, source: BatchSource | None, processes: Processes, teacher: nn.Module | None = None
     ) -> None:
-        self.checks, self.labelled, self.teacher, self.precision = checks, labelled, teacher, processes.precision
-        if checks is not None:
-            self.best = "top1" if labelled else "agreement"
+        self.images, self.source, self.precision, self.teacher = images, source, processes.precision, teacher
+        if images is not None:
+            self.best = "top1" if images.labelled else "agreement"
 
     def evaluate(self, model: nn.Module, teacher: nn.Module | None) -> Evaluation:
-        if self.checks is None:
+        if self.images is None or self.source is None:
             raise LinvitError("there is no validation set to evaluate on")
         asked = Teacher(teacher, student=model, precision=self.precision) if teacher is not None else None
-        return evaluate(model, self.checks, teacher=asked, labelled=self.labelled)
+        return evaluate(model, self.source, asked, classes=self.images.classes, labelled=self.images.labelled)
 
     def metrics(self, model: nn.Module) -> Mapping[str, float]:
-        return self.evaluate(model, None if self.labelled else self.teacher).metrics()
+        return self.evaluate(model, None if self.best == "top1" else self.teacher).metrics()
 
 
 class Fitting:
@@ -130,12 +115,10 @@ class Fitting:
     ) -> None:
         self.processes = processes = processes or make_processes(config)
         self.config, self.output = config, output or Output()
-        classes = outputs_of(model)
-        train, validation = match_sets(sets.train, sets.validation, model, classes)
-        sets = replace(sets, train=train, validation=validation)
-        check_labels(config, train, validation)
-        size = config.size or max(config.random_sizes, default=None)
-        preprocessing = Preprocessing.of(model, size, config.test_crop)
+        classes = checks.outputs_of(model)
+        train, validation = checks.match_sets(sets.train, sets.validation, model, classes)
+        checks.check_labels(config, train, validation)
+        preprocessing = Preprocessing.of(model, config.size or max(config.random_sizes, default=None), config.test_crop)
         model.to(processes.device)
         if phases is None:
             self.prepare(model, teacher, preprocessing)
@@ -150,12 +133,11 @@ class Fitting:
         if isinstance(self.source, Streamed):
             self.note(self.source.note)
         self.checks = sets.source(validation, *place) if validation is not None else None
-        labelled = validation is None or validation.labelled
-        self.task = Classification(self.checks, labelled, teacher, processes)
-        known = {**self.output.identity, "sets": [{"name": each.name, "images": len(each)} for each in sets.splits]}
-        known["classes"] = list(label_names(model))
-        resident = [sets.resident(split, preprocessing.size) for split in sets.splits]
-        self.identity = {**known, "loaders": ["resident" if each else "streamed" for each in resident]}
+        self.task = Classification(validation, self.checks, processes, teacher)
+        splits = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
+        known = {**self.output.identity, "sets": splits, "classes": list(label_names(model))}
+        loaders = [type(source).__name__.lower() for source in (self.source, self.checks) if source is not None]
+        self.identity = {**known, "loaders": loaders}
         if self.output.models:
             note(model, crop_pct=preprocessing.crop, input_size=(len(preprocessing.mean), *preprocessing.size))
             note(model, held_out_of=validation.held_out_of if validation is not None else 0)
@@ -171,11 +153,11 @@ class Fitting:
             self.note(f"{type(model).__name__} has no place for drop path: left out" if config.drop_path else "")
         channels, sides = len(preprocessing.mean), {(side, side) for side in config.random_sizes}
         for shape in sides | ({preprocessing.size} if config.size or sides else set()):
-            check_size(model, shape, channels)
+            checks.check_size(model, shape, channels)
         if teacher is not None:
             teacher.to(device)
             for shape in {preprocessing.size, *sides}:
-                check_teacher_size(teacher, shape, channels)
+                checks.check_teacher_size(teacher, shape, channels)
         if compiles(config, device):
             # The compiler gives up on a function after a few different uses of it and leaves it slow, so what it holds
             # of earlier runs goes first.
@@ -187,28 +169,24 @@ class Fitting:
 
     def run(self, *, resume: bool = False) -> Outcome:
         """Train to the end, or with `resume` go on to it. Nobody else trains into the folder meanwhile."""
-        folder = self.output.folder
-        if folder is None or not self.processes.first:
-            return self.run_alone(folder, resume)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder, first = self.output.folder, self.processes.first
         busy = f"another process trains into {folder}: wait for it, or give another folder"
-        with locked(folder, wait=PATIENCE, busy=busy):
-            return self.run_alone(folder, resume)
-
-    def run_alone(self, folder: Path | None, resume: bool) -> Outcome:
-        if folder is not None and resume:
-            check_same(folder, self.config, self.identity)
-        if folder is not None and self.processes.first and not self.engine.state.begun:
-            record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
-            write_json(folder / RUN, {**record, "environment": environment(self.processes.device)})
-        vars(self.engine.model).pop("linvit_source", None)  # from now on the weights are its own
-        try:
-            return self.engine.run(resume=resume)
-        except Unreadable as error:
-            if folder is None:
-                raise
-            reason = "a run goes on with the same images only"
-            raise Unreadable(f"{error}; replace the file rather than delete it: {reason}") from None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, wait=PATIENCE, busy=busy) if folder is not None and first else nullcontext():
+            if folder is not None and resume:
+                checks.check_same(folder, self.config, self.identity)
+            if folder is not None and first and not self.engine.state.begun:
+                record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
+                write_json(folder / checks.RUN, {**record, "environment": environment(self.processes.device)})
+            vars(self.engine.model).pop("linvit_source", None)  # from now on the weights are its own
+            try:
+                return self.engine.run(resume=resume)
+            except Unreadable as error:
+                if folder is None:
+                    raise
+                reason = "a run goes on with the same images only"
+                raise Unreadable(f"{error}; replace the file rather than delete it: {reason}") from None
 
     @property
     def shown(self) -> nn.Module:

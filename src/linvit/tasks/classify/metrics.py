@@ -1,4 +1,15 @@
-"""What a classifier gets right, how sure that is, and how far it is from its teacher."""
+"""What a classifier gets right, how sure that is, how far it is from its teacher, and how two models differ.
+
+A run differs from the next by its seed, and a test set from the next by its images; the same seeds and images for both
+models take much of either out of the difference. With d[s, i] = (a right) − (b right) for seed s and image i, and the
+two-way model d = μ + seed + image + rest, the variance of the mean over S seeds and I images is
+
+    (MS_seed + MS_image − MS_rest) / (S·I)
+
+from the mean squares of the table, and its degrees of freedom are Satterthwaite's. The interval is Student's t. With
+one seed only images vary. Beside it stands the interval for these very images, which the seeds alone decide (paired t
+over the seeds' means): use it for what was measured, the wider one for what is claimed of other images.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,7 +40,7 @@ class Evaluation:
     labels: np.ndarray
     chosen: np.ndarray
     among_five: np.ndarray
-    classes: tuple[str, ...] = ()
+    classes: Sequence[str] = ()
     teacher: np.ndarray | None = None
     divergence: np.ndarray | None = None
     losses: np.ndarray | None = None
@@ -60,9 +72,8 @@ class Evaluation:
     @property
     def per_class(self) -> dict[str, float]:
         """Top-1 of each class that has images."""
-        found = np.unique(self.labels)
-        names = {i: self.classes[i] if i < len(self.classes) else str(i) for i in found}
-        return {names[i]: 100 * float(self.correct[self.labels == i].mean()) for i in found}
+        rates = {i: 100 * float(self.correct[self.labels == i].mean()) for i in np.unique(self.labels)}
+        return {self.classes[i] if i < len(self.classes) else str(i): rate for i, rate in rates.items()}
 
     @property
     def agreement(self) -> float | None:
@@ -81,10 +92,8 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """The numbers, for logs."""
-        found: dict[str, Any] = {"agreement": self.agreement, "kl": self.kl}
-        if self.labelled:
-            right = {"top1": self.top1, "standard_error": self.standard_error, "top5": self.top5, "loss": self.loss}
-            found = {**right, **found}
+        names = ("top1", "standard_error", "top5", "loss") if self.labelled else ()
+        found = {name: getattr(self, name) for name in (*names, "agreement", "kl")}
         return {name: value for name, value in found.items() if value is not None}
 
     def save(self, path: str | Path) -> None:
@@ -98,16 +107,10 @@ class Evaluation:
         Path(path).write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def evaluate(
-    model: nn.Module,
-    source: BatchSource,
-    *,
-    classes: Sequence[str] = (),
-    teacher: Teacher | None = None,
-    labelled: bool = True,
-) -> Evaluation:
+def evaluate(model: nn.Module, source: BatchSource, teacher: Teacher | None = None, **facts: Any) -> Evaluation:
     """Ask the model about every image of a source that gives each once and in order. Waits for the device only at the
-    end. Over several processes, each asks about its own images and all get the whole result."""
+    end. Over several processes, each asks about its own images and all get the whole result. `facts` are the set's
+    `classes` and whether it is `labelled`."""
     training = model.training
     model.eval()
     rows: list[Tensor] = []
@@ -121,10 +124,9 @@ def evaluate(
         raise LinvitError("there is no image to evaluate on")
     found = gather(torch.cat(rows).cpu().double().numpy())
     labels, chosen, five, losses, *taught = found.T
-    extra: dict[str, Any] = {"losses": losses, "labelled": labelled}
     if teacher:
-        extra |= {"teacher": taught[0].astype(np.int64), "divergence": taught[1]}
-    return Evaluation(labels.astype(np.int64), chosen.astype(np.int64), five > 0, tuple(classes), **extra)
+        facts |= {"teacher": taught[0].astype(np.int64), "divergence": taught[1]}
+    return Evaluation(labels.astype(np.int64), chosen.astype(np.int64), five > 0, losses=losses, **facts)
 
 
 def judge(logits: Tensor, labels: Tensor, wanted: Tensor | None) -> Tensor:
@@ -151,3 +153,43 @@ def gather(rows: np.ndarray) -> np.ndarray:
     for rank, part in enumerate(parts):
         whole[rank :: len(parts)] = part
     return whole
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """In points of accuracy, a minus b."""
+
+    mean: float
+    interval: tuple[float, float]  # over seeds and images
+    seeds_interval: tuple[float, float] | None  # over seeds, for these images; none with a single seed
+    seeds: int
+    images: int
+
+
+def paired_difference(a: Any, b: Any, *, level: float = 0.95) -> PairedDifference:
+    """How much better a is than b. Both are tables of right and wrong, `(seeds, images)` or `(images,)`, whose rows
+    belong together seed by seed and whose columns are the same images."""
+    first, second = (np.atleast_2d(np.asarray(table, dtype=np.float64)) for table in (a, b))
+    if first.shape != second.shape or first.size == 0:
+        raise LinvitError(f"cannot pair results of shape {first.shape} and {second.shape}: same seeds, same images")
+    table = 100 * (first - second)
+    seeds, images = table.shape
+    if images < 2:
+        raise LinvitError("one image says nothing about a difference")
+    mean = float(table.mean())
+    rows, columns = table.mean(1), table.mean(0)
+    if seeds == 1:
+        return PairedDifference(mean, around(mean, table.var(ddof=1) / images, images - 1, level), None, 1, images)
+    of_seeds, of_images = images * rows.var(ddof=1), seeds * columns.var(ddof=1)
+    rest = table - rows[:, None] - columns + mean
+    of_rest = float((rest**2).sum()) / ((seeds - 1) * (images - 1))
+    total = max(of_seeds + of_images - of_rest, of_seeds, of_images)  # the sum falls below its parts only by chance
+    parts = of_seeds**2 / (seeds - 1) + of_images**2 / (images - 1)
+    freedom = total**2 / parts if parts > 0 else float(seeds - 1)
+    whole = around(mean, total / table.size, freedom, level)
+    return PairedDifference(mean, whole, around(mean, rows.var(ddof=1) / seeds, seeds - 1, level), seeds, images)
+
+
+def around(mean: float, variance: float, freedom: float, level: float) -> tuple[float, float]:
+    half = float(stats.t.ppf((1 + level) / 2, freedom) * np.sqrt(variance))
+    return mean - half, mean + half

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
 from linvit.conversion.convert import own_size
 from linvit.errors import LinvitError
-from linvit.tasks.classify.geometry import Boxes, draw_boxes
 from linvit.training.config import Config
+
+ATTEMPTS = 4  # torchvision tries ten times; a square picture has used these up three times in ten thousand
+CROP_COLUMNS = 2 * ATTEMPTS + 2
 
 
 @dataclass(frozen=True)
@@ -31,20 +35,15 @@ class Preprocessing:
     def of(cls, model: nn.Module, size: int | None = None, crop: float | None = None) -> Preprocessing:
         """The model's own, as timm notes it. A model built for another image size knows that one."""
         noted = resolve_model_data_config(model)
-        built = own_size(model)
         first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-        channels = first.in_channels if first is not None else len(noted["mean"])
         mean, std = noted["mean"], noted["std"]
+        channels = first.in_channels if first is not None else len(mean)
         if len(mean) != channels:
             mean, std = ((sum(values) / len(values),) * channels for values in (mean, std))
-        return cls(
-            (size, size) if size else (int(built[0]), int(built[1])),
-            tuple(mean),
-            tuple(std),
-            noted["crop_pct"] if crop is None else crop,
-            noted["interpolation"],
-            noted["crop_mode"],
-        )
+        height, width = (size, size) if size else own_size(model)
+        crop = noted["crop_pct"] if crop is None else crop
+        how = noted["interpolation"], noted["crop_mode"]
+        return cls((int(height), int(width)), tuple(mean), tuple(std), crop, *how)
 
     @property
     def mode(self) -> str:
@@ -55,15 +54,13 @@ class Preprocessing:
 
     def evaluation(self) -> Any:
         """timm's transform for evaluation, to uint8."""
-        interpolation = "bilinear" if self.interpolation == "random" else self.interpolation
-        return create_transform(
-            self.size,
-            crop_pct=self.crop,
-            crop_mode=self.crop_mode,
-            interpolation=interpolation,
-            mean=self.mean,
-            normalize=False,
-        )
+        how: dict[str, Any] = {
+            "crop_pct": self.crop,
+            "crop_mode": self.crop_mode,
+            "mean": self.mean,
+            "normalize": False,
+        }
+        return create_transform(self.size, interpolation=self.interpolation.replace("random", "bilinear"), **how)
 
 
 @dataclass(frozen=True)
@@ -92,17 +89,43 @@ class Augmentation:
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
 
-    def draw_boxes(self, u: Tensor, frames: tuple[int, int] | Tensor, size: tuple[int, int]) -> Boxes:
-        """The crops of a batch, drawn in its pictures' frames. Without a crop, the most that has the model's shape."""
-        shape = size[1] / size[0]
-        ratio = (shape, shape) if self.crop_scale == (1.0, 1.0) else self.crop_ratio
-        return draw_boxes(u, frames, self.crop_scale, ratio)
+    def draw_boxes(self, u: Tensor, frames: tuple[int, int] | Tensor, size: tuple[int, int]) -> Tensor:
+        """The crops of a batch as torchvision draws them, a box (top, left, height, width) in pixels for each picture,
+        from its first CROP_COLUMNS uniform numbers: a share of the area, an aspect ratio, a place. `frames` are the
+        height and width of all pictures, or of each `(batch, 2)`.
+
+        The first attempt that fits counts; where none does, the most of the middle that has such a ratio. Without a
+        crop (`crop_scale` 1 to 1) it is the most that has the model's shape."""
+        least, most = (size[1] / size[0],) * 2 if self.crop_scale == (1.0, 1.0) else self.crop_ratio
+        height, width = (
+            u.new_full((1, 1), side) if isinstance(side, int) else side[:, None]
+            for side in (frames if isinstance(frames, tuple) else frames.unbind(1))
+        )
+        area = height * width * (self.crop_scale[0] + (self.crop_scale[1] - self.crop_scale[0]) * u[:, :ATTEMPTS])
+        low, high = math.log(least), math.log(most)
+        aspect = torch.exp(low + (high - low) * u[:, ATTEMPTS : 2 * ATTEMPTS])
+        heights, widths = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
+        fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
+        first = fits & (fits.cumsum(1) == 1)
+        none = ~fits.any(1)
+        height, width = height[:, 0], width[:, 0]
+        tall = torch.where(none, torch.minimum(height, width / least).round(), (heights * first).sum(1))
+        wide = torch.where(none, torch.minimum(width, height * most).round(), (widths * first).sum(1))
+        down, across = u[:, 2 * ATTEMPTS : CROP_COLUMNS].unbind(1)
+        top = torch.where(none, (height - tall) / 2, down * (height - tall + 1)).floor()
+        left = torch.where(none, (width - wide) / 2, across * (width - wide + 1)).floor()
+        return torch.stack([top, left, tall, wide], dim=1)
 
     def filters(self, preprocessing: Preprocessing) -> tuple[str, ...]:
         """By which crops are shrunk. Two take turns over a batch: its order is shuffled, so that is random enough."""
-        chosen = self.train_interpolation
-        chosen = preprocessing.interpolation if chosen == "model" else chosen
+        chosen = preprocessing.interpolation if self.train_interpolation == "model" else self.train_interpolation
         return ("bilinear", "bicubic") if chosen == "random" else ("bicubic" if chosen == "bicubic" else "bilinear",)
+
+
+def frames_of(shapes: Tensor, size: tuple[int, int]) -> Tensor:
+    """The pixels that crops of pictures are drawn in, `(batch, 2)`, from the pictures' heights and widths: their shape,
+    just large enough for the model's size."""
+    return (shapes / (shapes / shapes.new_tensor(size)).amin(1, keepdim=True)).round()
 
 
 def seed_of(*parts: int) -> int:

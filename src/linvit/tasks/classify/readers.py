@@ -13,97 +13,33 @@ import io
 import os
 import tarfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from timm.data.readers.img_extensions import is_img_extension
-from timm.data.readers.reader import Reader
 from timm.utils.misc import natural_key
 
 from linvit.errors import LinvitError
 
-SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "val", "valid", "eval", "evaluation", "test"),
-}
-SPLIT_FOLDERS = frozenset(name for names in SPLITS.values() for name in names)
-SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"))
+SPLITS = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "evaluation", "test")}
+SPLIT_FOLDERS = {*SPLITS["train"], *SPLITS["validation"]}
+SUFFIXES = {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"}
 
 
-def is_image(name: str) -> bool:
-    """Whether a file is a picture by its suffix: one of ours, or one that timm was told of."""
-    suffix = os.path.splitext(name)[1].lower()
-    return suffix in SUFFIXES or is_img_extension(suffix)
-
-
-def split_names(split: str) -> tuple[str, ...]:
-    """The folder names a split may have, the one asked for first."""
-    for names in SPLITS.values():
-        if split in names:
-            return (split, *(name for name in names if name != split))
-    return (split,)
-
-
-def choose_split(folders: Iterable[str], split: str, where: str) -> str | None:
-    """The folder of a split; None where there are no splits at all and the folder itself is one."""
-    present = set(folders)
-    found = next((name for name in split_names(split) if name in present), None)
-    if found is None and present & SPLIT_FOLDERS:
-        raise LinvitError(f"{where} has no folder for the split '{split}' (looked for {', '.join(split_names(split))})")
-    return found
-
-
-def check_path(path: Path) -> None:
-    """A path that exists, or an error with the nearest one that does."""
-    if path.exists():
-        return
-    parent = path.absolute()
-    while not parent.exists():
-        missing, parent = parent.name, parent.parent
-    close = get_close_matches(missing, [entry.name for entry in parent.iterdir()], n=1, cutoff=0.5)
-    hint = f"did you mean {parent / close[0]}?" if close else f"{parent} exists, '{missing}' in it does not"
-    raise LinvitError(f"no data at {path}; {hint}")
-
-
-def number_classes(names: Iterable[str]) -> dict[str, int]:
-    """Class names in timm's order; those that are one to it, such as `a1` and `A01`, by their letters."""
-    return {name: i for i, name in enumerate(sorted(sorted(set(names)), key=natural_key))}
-
-
-def check_classes(found: set[str], classes: dict[str, int] | None, where: str) -> None:
-    """Whether a split has the classes that training has."""
-    if classes is None:
-        return
-    missing = sorted(classes.keys() - found, key=natural_key)
-    if missing:
-        raise LinvitError(f"{where} has no image of class '{missing[0]}'{more(missing)}, which the training set has")
-    extra = sorted(found - classes.keys(), key=natural_key)
-    if extra:
-        raise LinvitError(f"{where} has class '{extra[0]}'{more(extra)}, which the training set has not")
-
-
-def more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-class FileReader(Reader):
+@dataclass
+class FileReader:
     """Images with their labels: files below `root`, or places (first byte, size) in the archive that `root` is then.
 
     Archives are read by offset, so that threads and worker processes can share a reader."""
 
-    def __init__(
-        self,
-        root: Path,
-        samples: list[tuple[str, int]],
-        class_to_idx: dict[str, int],
-        chosen: str | None,
-        places: list[tuple[int, int]] | None = None,
-    ) -> None:
-        super().__init__()
-        self.root, self.samples, self.class_to_idx = root, samples, class_to_idx
-        self.chosen, self.places = chosen, places
-        self.file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
+    root: Path
+    samples: list[tuple[str, int]]
+    class_to_idx: dict[str, int]
+    chosen: str | None
+    places: list[tuple[int, int]] | None = None
+    file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -120,10 +56,9 @@ class FileReader(Reader):
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "file": None}
 
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+    def filename(self, index: int, absolute: bool = False) -> str:
+        """The name of a file, as timm's readers give it."""
         name = self.samples[index][0]
-        if basename:
-            return os.path.basename(name)
         if self.places is not None:
             return f"{self.root}:{name}" if absolute else name
         return name if absolute or not self.class_to_idx else os.path.relpath(name, self.root)
@@ -131,7 +66,68 @@ class FileReader(Reader):
     def subset(self, indices: list[int]) -> FileReader:
         """Some of the images."""
         places = self.places and [self.places[index] for index in indices]
-        return FileReader(self.root, [self.samples[index] for index in indices], self.class_to_idx, "", places)
+        return replace(self, samples=[self.samples[index] for index in indices], chosen="", places=places, file=None)
+
+
+def open_reader(path: Path, split: str, classes: dict[str, int] | None, unlabelled: bool) -> FileReader:
+    """The images of a split in a folder or an archive. `classes` is the numbering that they must share; `unlabelled`,
+    whether images without class folders will do."""
+    if not path.exists():
+        parent = path.absolute()
+        while not parent.exists():
+            missing, parent = parent.name, parent.parent
+        close = get_close_matches(missing, [entry.name for entry in parent.iterdir()], n=1, cutoff=0.5)
+        hint = f"did you mean {parent / close[0]}?" if close else f"{parent} exists, '{missing}' in it does not"
+        raise LinvitError(f"no data at {path}; {hint}")
+    if path.is_dir():
+        reader = folder_reader(path, split, classes)
+    elif path.suffix in (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst"):
+        reader = archive_reader(path, split, classes)
+    else:
+        raise LinvitError(f"{path} is neither an image folder nor a .tar archive")
+    if not (reader.class_to_idx or unlabelled):
+        raise no_classes(path / reader.chosen if reader.chosen else path)
+    return reader
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is a picture by its suffix: one of ours, or one that timm was told of."""
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix in SUFFIXES or is_img_extension(suffix)
+
+
+def choose_split(folders: Iterable[str], split: str, where: str) -> str | None:
+    """The folder of a split; None where there are no splits at all and the folder itself is one."""
+    present = set(folders)
+    names = (split, *next((names for names in SPLITS.values() if split in names), ()))
+    found = next((name for name in names if name in present), None)
+    if found is None and present & SPLIT_FOLDERS:
+        looked = ", ".join(dict.fromkeys(names))
+        raise LinvitError(f"{where} has no folder for the split '{split}' (looked for {looked})")
+    return found
+
+
+def number_classes(
+    names: Iterable[str], classes: dict[str, int] | None = None, where: object = "", deep: bool = False
+) -> dict[str, int]:
+    """Class names in timm's order; those that are one to it, such as `a1` and `A01`, by their letters. With `classes`
+    it is theirs, which a split must share with training. `deep`: there are folders of images in the only one."""
+    found = set(names)
+    if deep:
+        hint = f"if those are the classes, move them out of '{min(found)}', else their images"
+        raise LinvitError(f"{where} has one class, '{min(found)}', with folders of images in it: {hint}")
+    if classes is None:
+        return {name: i for i, name in enumerate(sorted(sorted(found), key=natural_key))}
+    missing, extra = (sorted(odd, key=natural_key) for odd in (classes.keys() - found, found - classes.keys()))
+    if missing:
+        raise LinvitError(f"{where} has no image of class '{missing[0]}'{more(missing)}, which the training set has")
+    if extra:
+        raise LinvitError(f"{where} has class '{extra[0]}'{more(extra)}, which the training set has not")
+    return classes
+
+
+def more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> FileReader:
@@ -144,21 +140,18 @@ def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> Fil
     folders, loose = folders_in(where), images_right_in(where)
     if not (folders or loose):
         raise no_classes(where)
-    if folders and loose:
-        raise beside_classes(where, [entry.name for entry in loose])
     files = sorted(images_below(where), key=natural_key)
+    if not folders:
+        return FileReader(root, [(file, 0) for file in files], {}, within)
+    if loose:
+        raise beside_classes(where, loose)
     start = len(os.path.join(where, ""))
     names = [file[start:].split(os.sep, 1)[0] for file in files]
     present = set(names)
     for folder in folders:
         if folder.name not in present:
             raise LinvitError(f"class folder {folder} holds no image: fill it or remove it")
-    if not folders:
-        return FileReader(root, [(file, 0) for file in files], {}, within)
-    if chosen in SPLITS["train"] and innermost(where) != where:
-        raise too_deep(where, folders[0].name)
-    check_classes(present, classes, str(where))
-    numbers = classes or number_classes(names)
+    numbers = number_classes(present, classes, where, chosen in SPLITS["train"] and innermost(where) != where)
     samples = [(file, numbers[name]) for file, name in zip(files, names, strict=True)]
     return FileReader(where if chosen else root, samples, numbers, within)
 
@@ -167,18 +160,14 @@ def folders_in(folder: Path) -> list[Path]:
     return [entry for entry in sorted(folder.iterdir()) if entry.is_dir()]
 
 
-def images_right_in(folder: Path) -> list[Path]:
-    return [entry for entry in folder.iterdir() if is_image(entry.name) and entry.is_file()]
+def images_right_in(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir() if is_image(entry.name) and entry.is_file()]
 
 
 def images_below(folder: Path) -> Iterator[str]:
     """The images in a folder and anywhere below it."""
     for root, _, names in os.walk(folder, topdown=False, followlinks=True):
         yield from (os.path.join(root, name) for name in names if is_image(name))
-
-
-def holds_image(folder: Path) -> bool:
-    return next(images_below(folder), None) is not None
 
 
 def innermost(root: Path) -> Path:
@@ -188,7 +177,7 @@ def innermost(root: Path) -> Path:
     while True:
         folders = folders_in(folder)
         if len(folders) != 1 or folders[0].name in SPLIT_FOLDERS or images_right_in(folder):
-            return folder if any(map(holds_image, folders)) else root
+            return folder if any(next(images_below(each), None) for each in folders) else root
         folder = folders[0]
 
 
@@ -196,26 +185,25 @@ def no_classes(where: object) -> LinvitError:
     return LinvitError(f"{where} has no class folders: images belong in {where}/CLASS/")
 
 
-def too_deep(where: object, only: str) -> LinvitError:
-    return LinvitError(
-        f"{where} has one class, '{only}', with folders of images in it: if those are the classes, move them out of "
-        f"'{only}', else their images"
-    )
-
-
 def beside_classes(where: object, loose: list[str]) -> LinvitError:
     first = min(loose, key=natural_key)
     count = "1 image" if len(loose) == 1 else f"{len(loose):,} images"
-    return LinvitError(
-        f"{where} has {count} beside its class folders ({first}): move what has no class into a class folder or away, "
-        "or all images out of the class folders"
-    )
+    hint = "move what has no class into a class folder or away, or all images out of the class folders"
+    return LinvitError(f"{where} has {count} beside its class folders ({first}): {hint}")
 
 
 def archive_reader(path: Path, split: str, classes: dict[str, int] | None) -> FileReader:
     """The images of an archive, `name/split/class/*.jpg` or less deep, read in place. Images right in the folder of a
     split have no labels, nor have those of an archive of one folder."""
-    found = [(PurePosixPath(name), start, size) for name, start, size in images_in(path)]
+    try:
+        with tarfile.open(path, "r:") as archive:
+            members = [member for member in archive if member.isfile() and is_image(member.name)]
+    except tarfile.CompressionError:
+        raise LinvitError(f"{path} is compressed: unpack it, or pack it again without compression") from None
+    except tarfile.TarError as error:
+        hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else ""
+        raise LinvitError(f"{path} cannot be read as an archive: {error}{hint}") from None
+    found = [(PurePosixPath(member.name), member.offset_data, member.size) for member in members]
     if not found:
         raise LinvitError(f"{path} holds no image")
     depth = shared([name for name, *_ in found])
@@ -230,10 +218,8 @@ def archive_reader(path: Path, split: str, classes: dict[str, int] | None) -> Fi
         raise beside_classes(where, loose)
     numbers: dict[str, int] = {}
     if not loose and (len(names) > 1 or chosen):
-        if chosen in SPLITS["train"] and shared([PurePosixPath(*name.parts[level:]) for name, *_ in found]):
-            raise too_deep(where, min(names))
-        check_classes(names, classes, where)
-        numbers = classes or number_classes(names)
+        deep = chosen in SPLITS["train"] and shared([PurePosixPath(*name.parts[level:]) for name, *_ in found]) > 0
+        numbers = number_classes(names, classes, where, deep)
     found.sort(key=lambda row: natural_key(str(row[0])))
     samples = [(str(name), numbers.get(name.parts[level], 0)) for name, *_ in found]
     return FileReader(path, samples, numbers, chosen, [(start, size) for _, start, size in found])
@@ -243,17 +229,3 @@ def shared(names: list[PurePosixPath]) -> int:
     """How many folders, one in another, hold all images and are neither a split nor a class."""
     common = len(PurePosixPath(os.path.commonpath([name.parent for name in names])).parts)
     return common if any(len(name.parts) > common + 1 for name in names) else 0
-
-
-def images_in(path: Path) -> list[tuple[str, int, int]]:
-    """The images of an uncompressed archive: name, first byte, size."""
-    try:
-        with tarfile.open(path, "r:") as archive:
-            members = [member for member in archive if member.isfile()]
-    except tarfile.CompressionError:
-        raise LinvitError(f"{path} is compressed: unpack it, or pack it again without compression") from None
-    except tarfile.TarError as error:
-        hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else ""
-        raise LinvitError(f"{path} cannot be read as an archive: {error}{hint}") from None
-    names = [(member.name.removeprefix("./"), member) for member in members]
-    return [(n, m.offset_data, m.size) for n, m in names if is_image(n)]

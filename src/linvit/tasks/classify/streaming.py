@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from linvit.errors import LinvitError, unknown
+from linvit.tasks.classify import decoding
 from linvit.tasks.classify.augmenting import send
 from linvit.tasks.classify.batches import Batches, Pictures
-from linvit.tasks.classify.cutting import cut_all
-from linvit.tasks.classify.data import Images, Stream
+from linvit.tasks.classify.data import Split, Stream
 from linvit.tasks.classify.decoding import Chunk, ChunkReader, Request, StreamReader, decode_jpegs, decodes_jpegs
 from linvit.tasks.classify.preprocessing import Preprocessing
 
@@ -39,7 +39,7 @@ class Streamed(Batches):
 
     def __init__(
         self,
-        images: Images | Stream,
+        images: Split,
         preprocessing: Preprocessing,
         batch_size: int,
         classes: int,
@@ -141,7 +141,7 @@ class Streamed(Batches):
             for place, picture in zip(places, pictures, strict=True)
         ]
         filters = [self.reader.filters[place % len(self.reader.filters)] for place in places]
-        return cut_all(whole, torch.from_numpy(chunk.crops)[places], self.preprocessing.size, filters)
+        return decoding.cut_all(whole, torch.from_numpy(chunk.crops)[places], self.preprocessing.size, filters)
 
 
 class Requests:
@@ -153,7 +153,7 @@ class Requests:
     def __iter__(self) -> Iterator[Request]:
         source, epoch = self.source, self.epoch
         for step, indices in enumerate(source.order.epoch(epoch)[self.skip :], start=self.skip):
-            numbers = source.crop_numbers(epoch, step).cpu().numpy() if source.augmenter else None
+            numbers = source.augmenter.uniform(source.order, epoch, step)[0].cpu().numpy() if source.augmenter else None
             for start in range(0, len(indices), CHUNK):
                 part, last = slice(start, start + CHUNK), start + CHUNK >= len(indices)
                 yield Request(indices[part].tolist(), None if numbers is None else numbers[part], last)

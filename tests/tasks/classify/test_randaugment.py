@@ -9,7 +9,7 @@ from timm.data import auto_augment
 from torch import Tensor
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify import colours
+from linvit.tasks.classify import randaugment
 from linvit.tasks.classify.randaugment import OPERATIONS, Draw, RandAugment, equalise_some
 from tests.tasks.classify.pictures import photographs, stack
 
@@ -35,8 +35,8 @@ def like_pillow(ours: Tensor, pictures: list[Image.Image], tolerance: float = 1.
 
 def test_operations_without_strength_are_pillows() -> None:
     pictures = (*photographs(), FLAT)
-    like_pillow(colours.equalise(stack(pictures)), [ImageOps.equalize(p) for p in pictures], 0)
-    like_pillow(colours.autocontrast(stack(pictures)), [ImageOps.autocontrast(p) for p in pictures])
+    like_pillow(randaugment.equalise(stack(pictures)), [ImageOps.equalize(p) for p in pictures], 0)
+    like_pillow(randaugment.autocontrast(stack(pictures)), [ImageOps.autocontrast(p) for p in pictures])
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.7, 1.0, 1.9])
@@ -45,11 +45,11 @@ def test_enhancements_are_pillows(factor: float) -> None:
     factors = torch.full((8,), factor)
     for other, theirs in (
         (torch.zeros_like(images), ImageEnhance.Brightness),
-        (colours.mean_grey(images), ImageEnhance.Contrast),
-        (colours.grey(images), ImageEnhance.Color),
-        (colours.smooth(images), ImageEnhance.Sharpness),
+        (randaugment.mean_grey(images), ImageEnhance.Contrast),
+        (randaugment.grey(images), ImageEnhance.Color),
+        (randaugment.smooth(images), ImageEnhance.Sharpness),
     ):
-        like_pillow(colours.blend(images, other, factors), [theirs(p).enhance(factor) for p in pictures], 2)
+        like_pillow(randaugment.blend(images, other, factors), [theirs(p).enhance(factor) for p in pictures], 2)
 
 
 @pytest.mark.parametrize("increasing", [False, True])
@@ -98,17 +98,17 @@ def test_equalising_a_part_leaves_the_rest() -> None:
     images = stack(photographs(count=4)).repeat(12, 1, 1, 1)
     chosen = torch.arange(48) % 7 == 2
     out = equalise_some(images, chosen)
-    torch.testing.assert_close(out[chosen], colours.equalise(images[chosen]))
+    torch.testing.assert_close(out[chosen], randaugment.equalise(images[chosen]))
     torch.testing.assert_close(out[~chosen], images[~chosen])
 
 
 def test_jitter_stays_near_and_grey_stays_grey() -> None:
     images = stack(photographs())
-    torch.testing.assert_close(colours.jitter(images, torch.full((8, 3), 0.5), 0.4), images, rtol=0, atol=1e-3)
-    dark = colours.jitter(images, torch.tensor([[0.0, 0.5, 0.5]]).expand(8, 3), 0.4)
+    torch.testing.assert_close(randaugment.jitter(images, torch.full((8, 3), 0.5), 0.4), images, rtol=0, atol=1e-3)
+    dark = randaugment.jitter(images, torch.tensor([[0.0, 0.5, 0.5]]).expand(8, 3), 0.4)
     like_pillow(dark, [ImageEnhance.Brightness(p).enhance(0.6) for p in photographs()])
     single = images[:, :1]
-    assert colours.jitter(single, torch.rand(8, 3), 0.4).shape == single.shape
+    assert randaugment.jitter(single, torch.rand(8, 3), 0.4).shape == single.shape
 
 
 @pytest.mark.parametrize("text", ["rand-m9-x3", "augmix-m5", "rand-w0", "rand-m"])

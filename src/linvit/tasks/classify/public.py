@@ -1,4 +1,4 @@
-"""Train a classifier by a recipe: `linvit.train`."""
+"""Train a classifier by a recipe, and measure what it gets right: `linvit.train` and `linvit.evaluate`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from linvit.conversion import Plan, Report, convert
-from linvit.conversion.opening import open_model, open_original
-from linvit.conversion.plan import parse_plan
+from linvit.conversion import Plan, Report, convert, open_model, open_original, parse_plan
 from linvit.conversion.saving import read_config
 from linvit.errors import LinvitError
-from linvit.tasks.classify.data import open_data
-from linvit.tasks.classify.fitting import Fitting, Sets, Split
+from linvit.tasks.classify.checks import check_size, check_teacher_size, match_classes, outputs_of
+from linvit.tasks.classify.data import Split, open_data, open_split, undivided
+from linvit.tasks.classify.fitting import Classification, Fitting, Sets
+from linvit.tasks.classify.metrics import Evaluation
+from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Progress, quiet
-from linvit.training.config import Config, override
-from linvit.training.engine.loop import Outcome, Output, Watch
-from linvit.training.objectives.teacher import open_teacher
-from linvit.training.processes import Processes, make_processes
-from linvit.training.recipes import recipe as named_recipe
+from linvit.training import Config, Outcome, Output, Processes, make_processes, override
+from linvit.training import recipe as named_recipe
+from linvit.training.engine.loop import Watch
+from linvit.training.objectives.teacher import check_teacher, open_teacher
 
 Model = nn.Module | str | Path
 Note = Callable[[str], None]
-Data = str | Path | tuple[Split, Split | None]
 
 
 @dataclass
@@ -43,7 +42,7 @@ class Trained(Outcome):
 
 def train(
     model: Model,
-    data: Data,
+    data: str | Path | tuple[Split, Split | None],
     recipe: str | Config = "fast",
     *,
     plan: str | Plan | None = None,
@@ -88,8 +87,8 @@ def train(
     sets = Sets(opened[0], opened[1], loader, workers, progress)
     config = without_labels(config, sets.train, settings, note)
     if teacher is not None and not config.needs_teacher:
-        hint = "set distillation=soft, or leave --teacher out"
-        raise LinvitError(f"recipe {config.recipe} has no use for a teacher: {hint}")
+        useless = f"recipe {config.recipe} has no use for a teacher"
+        raise LinvitError(f"{useless}: set distillation=soft, or leave --teacher out")
     args = dict(model_args or {})
     built = start(model, pretrained, args, sets.train.class_count, config.seed)
     guide = None
@@ -100,7 +99,9 @@ def train(
     if resume and folder is not None and not (folder / "checkpoints").exists():
         note(f"there is nothing to resume in {folder}: begun anew")
     report = convert(built, chosen, drop=drop) if chosen is not None else None
-    identity = {"model": described(model), "args": args, "plan": described(plan), "option": texts(options)}
+    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in (options or {}).items()}
+    option = [f"{name}={value}" for name, value in words.items()] or None
+    identity = {"model": described(model), "args": args, "plan": described(plan), "option": option}
     identity |= {"drop": ",".join(drop), "teacher": described(teacher), "pretrained": pretrained}
     where = Output(folder, watch if processes.first else None, identity)
     fitting = Fitting(built, sets, config, teacher=guide, processes=processes, output=where)
@@ -109,6 +110,73 @@ def train(
     finally:
         fitting.close()
     return Trained(**vars(outcome), model=fitting.shown, report=report)
+
+
+def evaluate(
+    model: Model,
+    data: str | Path | Split,
+    *,
+    teacher: Model | None = None,
+    size: int | None = None,
+    split: str = "",
+    batch: int = 256,
+    precision: str = "fp32",
+    pretrained: bool = True,
+    model_args: Mapping[str, Any] | None = None,
+    root: str | Path | None = None,
+    loader: str = "auto",
+    workers: int = 4,
+    device: str = "auto",
+    watch: Watch | None = None,
+    progress: Progress = quiet,
+) -> Evaluation:
+    """Measure a classifier on every image of a set, image by image; with a `teacher`, how often the two agree.
+
+    `model` is a model, a folder that linvit saved or a timm name; `data` a name, a folder or a tar of images, or an
+    opened set. Of a set with splits the validation split is meant unless `split` says otherwise; of one without, what
+    the model's training held out, or all.
+    """
+    config = Config(batch_size=batch, precision=precision)
+    processes = make_processes(config, device)
+    note = partial(tell, processes, watch)
+    images = open_set(model, data, split, root, note) if isinstance(data, str | Path) else data
+    if not images.labelled and teacher is None:
+        hint = "put images in CLASS folders, or give --teacher to compare with"
+        raise LinvitError(f"{images.name} has no labels: {hint}")
+    built = model if isinstance(model, nn.Module) else open_model(str(model), pretrained=pretrained, args=model_args)
+    built.to(processes.device)
+    preprocessing, outputs = Preprocessing.of(built, size), outputs_of(built)
+    if size is not None:
+        check_size(built, preprocessing.size, len(preprocessing.mean))
+    images = match_classes(images, built, outputs)
+    note(images.note)
+    guide = teacher if teacher is None or isinstance(teacher, nn.Module) else open_teacher(teacher)
+    if guide is not None:
+        check_teacher(guide, built)
+        check_teacher_size(guide.to(processes.device), preprocessing.size, len(preprocessing.mean))
+    sets = Sets(images, loader=loader, workers=workers, progress=progress)
+    source = sets.source(images, preprocessing, outputs, config, processes)
+    with processes.autocast():
+        found = Classification(images, source, processes).evaluate(built, guide)
+    if found.broken:
+        broken = f"NaN or infinite outputs for {found.broken:,} of {len(found.labels):,} images"
+        raise LinvitError(f"{described(model)} gives {broken}: try --precision fp32, or train it again")
+    return found
+
+
+def open_set(model: Model, data: str | Path, split: str, root: str | Path | None, note: Note) -> Split:
+    """The split that is meant: of a set that has none, what the model's training held out of so many images."""
+    images = open_split(data, split or "auto", root=root, unlabelled=True)
+    if split or not undivided(images):
+        return images
+    if isinstance(model, nn.Module):
+        held_out_of = (getattr(model, "pretrained_cfg", None) or {}).get("held_out_of")
+    else:
+        held_out_of = None if is_name(model) else read_config(Path(model)).held_out_of
+    if held_out_of == len(images):
+        return open_split(data, "validation", root=root, unlabelled=True)
+    note(f"{data} has no splits: all {len(images):,} images are measured")
+    return images
 
 
 def tell(processes: Processes, watch: Watch | None, text: str) -> None:
@@ -156,10 +224,8 @@ def start(model: Model, pretrained: bool, args: dict[str, Any], classes: int | N
 
 def find_teacher(named: Model | None, built: nn.Module, model: Model, plan: Plan | None, note: Note) -> nn.Module:
     """The named teacher, or the model itself before its conversion: as it is now, or as it was."""
-    if isinstance(named, nn.Module):
-        return named
     if named is not None:
-        return open_teacher(named)
+        return named if isinstance(named, nn.Module) else open_teacher(named)
     if plan is not None:
         return copy.deepcopy(built)
     found = open_original(built, described(model))
@@ -176,10 +242,9 @@ def check_learnt(original: Any, model: str, data: str, plan: Plan, pretrained: b
     if known is None or known == original.num_classes:
         return
     first = f"linvit train {model} --data {data} --recipe finetune -o runs/original"
-    raise LinvitError(
-        f"{model} has not learnt these {original.num_classes} classes and cannot teach them: train it first ({first}) "
-        f"and convert that (linvit train runs/original/best --data {data} --plan {plan.name} …), or give --teacher"
-    )
+    then = f"linvit train runs/original/best --data {data} --plan {plan.name} …"
+    new = f"{model} has not learnt these {original.num_classes} classes and cannot teach them"
+    raise LinvitError(f"{new}: train it first ({first}) and convert that ({then}), or give --teacher")
 
 
 def described(what: Model | Plan | None) -> Any:
@@ -187,9 +252,3 @@ def described(what: Model | Plan | None) -> Any:
     if isinstance(what, Plan):
         return what.to_dict()
     return type(what).__name__ if isinstance(what, nn.Module) else str(what or "")
-
-
-def texts(options: Mapping[str, Any] | None) -> list[str] | None:
-    """Options of a plan as they are typed."""
-    found = {name: value if isinstance(value, str) else json.dumps(value) for name, value in (options or {}).items()}
-    return [f"{name}={value}" for name, value in found.items()] or None

@@ -11,8 +11,8 @@ from torch import nn
 
 from linvit.conversion.saving import label_names, note
 from linvit.errors import LinvitError
-from linvit.tasks.classify import Images, Stream, open_data
-from linvit.tasks.classify.classes import match_classes, match_sets, synsets
+from linvit.tasks.classify.checks import match_classes, match_sets, synsets
+from linvit.tasks.classify.data import Images, Stream, open_data
 
 
 def model_of(outputs: int, names: str = "") -> nn.Module:

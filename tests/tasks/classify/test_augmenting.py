@@ -10,7 +10,7 @@ import torch
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 
-from linvit.tasks.classify.mixing import ERASE_COLUMNS, draw_erased, erase, mix, mixing_table
+from linvit.tasks.classify.augmenting import ERASE_COLUMNS, draw_erased, erase, mix, mixing_table
 from linvit.tasks.classify.preprocessing import Augmentation
 
 
