@@ -1,4 +1,4 @@
-"""Conversion: plan, hosts (one file per family), convert, save and load."""
+"""Conversion: plan, hosts (one file per kind of attention), convert, save and load."""
 
 from linvit.conversion.convert import convert, droppable, find_hosts
 from linvit.conversion.opening import open_model, open_original

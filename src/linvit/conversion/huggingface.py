@@ -137,27 +137,27 @@ class InterfaceHost(SequenceHost):
 
 
 class HFViTHost(InterfaceHost, ViTAttention):
-    original = ViTAttention
+    pass
 
 
 class HFDeiTHost(InterfaceHost, DeiTAttention):
-    original = DeiTAttention
+    pass
 
 
 class HFDinov2Host(InterfaceHost, Dinov2Attention):
-    original = Dinov2Attention
+    pass
 
 
 class HFDinov2RegistersHost(InterfaceHost, Dinov2WithRegistersAttention):
-    original = Dinov2WithRegistersAttention
+    pass
 
 
 class HFSiglipHost(InterfaceHost, SiglipAttention):
-    original = SiglipAttention
+    pass
 
 
 class HFCLIPHost(InterfaceHost, CLIPAttention):
-    original = CLIPAttention
+    pass
 
 
 class _SamBase(ChannelsLastHost):
@@ -177,9 +177,7 @@ class _SamBase(ChannelsLastHost):
     @classmethod
     def give_up(cls, module: Any, feature: str) -> None:
         super().give_up(module, feature)
-        if feature == "relative_bias":
-            module.use_rel_pos = False
-        elif feature == "attention_dropout":
+        if feature == "attention_dropout":
             module.dropout = 0.0
 
     def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:
@@ -187,7 +185,7 @@ class _SamBase(ChannelsLastHost):
         tokens = hidden_states.flatten(1, 2)
         q, k, v = unpack(self.qkv(tokens), 3, heads)
         bias = None
-        if self.use_rel_pos and has_logits(self.mechanism):
+        if self.use_rel_pos and self.rel_pos_h is not None and has_logits(self.mechanism):
             bias = self.get_decomposed_rel_pos(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
             bias = bias.reshape(len(q), heads, tokens.shape[1], tokens.shape[1])
         out = self.attend(q, k, v, TokenGrid(*size), bias=bias, x=tokens)
@@ -195,11 +193,11 @@ class _SamBase(ChannelsLastHost):
 
 
 class HFSamHost(_SamBase, SamVisionAttention):
-    original = SamVisionAttention
+    pass
 
 
 class HFSamSdpaHost(_SamBase, SamVisionSdpaAttention):
-    original = SamVisionSdpaAttention
+    pass
 
 
 HOSTS = tuple(host for host in BY_ORIGINAL.values() if host.__module__ == __name__)
