@@ -80,6 +80,8 @@ def changes_width(projection: Any) -> bool:
     return weight is not None and weight.ndim > 1 and weight.shape[0] != weight.shape[1]
 
 
+HEADS = ("num_heads", "num_attention_heads", "heads")  # what modules call their number
+PROJECTIONS = ("qkv", "q", "wq", "q_proj", "v", "in_proj", "pwise")  # one of which reads a block's input
 BY_ORIGINAL: dict[type[nn.Module], type[Host]] = {}  # every host, by the module it stands for
 
 
@@ -110,12 +112,12 @@ class Host(nn.Module):
     @classmethod
     def shape(cls, module: Any) -> Shape:
         """Heads and widths, for building a mechanism: those of the packed projection, or else of the queries'."""
-        packed = getattr(module, "qkv", None)
-        alone = (getattr(module, name, None) for name in ("q", "wq", "q_proj"))
-        first = packed if packed is not None else next(found for found in alone if found is not None)
-        out, dim = first.weight.shape[:2]
-        width = (out if packed is None else out // 3) // module.num_heads
-        return Shape(module.num_heads, getattr(module, "head_dim", width), dim=dim)
+        heads = next(getattr(module, name) for name in HEADS if has(module, name))
+        name = next(name for name in PROJECTIONS if has(module, name))
+        projection = getattr(module, name)
+        out, dim = getattr(projection, "linear", projection).weight.shape[:2]
+        width = (out // 3 if name == "qkv" else out) // heads
+        return Shape(heads, getattr(module, "head_dim", width), dim=dim)
 
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
@@ -130,8 +132,8 @@ class Host(nn.Module):
 
     @classmethod
     def give_up(cls, module: Any, feature: str) -> None:
-        """Take a dropped feature out, with its parameters."""
-        for name in cls.features.get(feature, ()):
+        """Take a dropped feature out, with its parameters, where it can be."""
+        for name in cls.features.get(feature, ()) if FEATURES[feature].removable else ():
             setattr(module, name, None)
 
     @staticmethod
@@ -247,8 +249,9 @@ def merge_heads(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def grid_of(picture: Tensor) -> TokenGrid:
-    return TokenGrid(picture.shape[-2], picture.shape[-1])
+def grid_of(picture: Tensor, stride: int = 1) -> TokenGrid:
+    """The grid of a picture `(batch, channels, height, width)`, or of every so many of its places."""
+    return TokenGrid(-(-picture.shape[-2] // stride), -(-picture.shape[-1] // stride))
 
 
 def to_tokens(picture: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from transformers.models.sam.modeling_sam import SamVisionAttention, SamVisionSd
 from transformers.models.siglip.modeling_siglip import SiglipAttention
 from transformers.models.vit.modeling_vit import ViTAttention
 
-from linvit.attention import Shape, TokenGrid
+from linvit.attention import TokenGrid
 from linvit.conversion.grids import Grids, stem
 from linvit.conversion.host import (
     BY_ORIGINAL,
@@ -87,11 +87,6 @@ class InterfaceHost(SequenceHost):
     """
 
     passing: Passing
-
-    @classmethod
-    def shape(cls, module: Any) -> Shape:
-        heads = getattr(module, "num_attention_heads", None) or module.num_heads
-        return Shape(heads, module.head_dim, dim=module.q_proj.in_features)
 
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
@@ -164,11 +159,6 @@ class _SamBase(ChannelsLastHost):
     features = {"relative_bias": ("rel_pos_h", "rel_pos_w")}
     num_attention_heads: int
     use_rel_pos: bool
-
-    @classmethod
-    def shape(cls, module: Any) -> Shape:
-        dim = module.qkv.in_features
-        return Shape(module.num_attention_heads, dim // module.num_attention_heads, dim=dim)
 
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:

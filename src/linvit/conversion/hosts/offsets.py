@@ -27,6 +27,7 @@ from linvit.conversion.host import (
     PictureHost,
     SequenceHost,
     grid_of,
+    has,
     has_logits,
     merge_heads,
     to_tokens,
@@ -108,10 +109,7 @@ class _EfficientFormerBase(OffsetBiasHost, PictureHost):
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
-        height, width = args[0].shape[-2:]
-        if getattr(module, "stride_conv", None) is not None:
-            height, width = -(-height // 2), -(-width // 2)
-        return TokenGrid(height, width)
+        return grid_of(args[0], 2 if has(module, "stride_conv") else 1)
 
     def _heads(self, *pictures: Tensor) -> tuple[Tensor, ...]:
         return tuple(grid_of(picture).from_map(picture, self.num_heads) for picture in pictures)

@@ -138,14 +138,9 @@ class IFormerHost(PictureHost, SHMA):
 class _ShrunkBase(Host):
     small_kernels: Any = False
 
-    @classmethod
-    def shape(cls, module: Any) -> Shape:
-        return Shape(module.num_heads, module.head_dim, dim=module.pwise.in_channels)
-
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
-        height, width = args[0].shape[-2:]
-        return TokenGrid(-(-height // module.att_stride), -(-width // module.att_stride))
+        return grid_of(args[0], module.att_stride)
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]

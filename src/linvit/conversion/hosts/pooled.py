@@ -130,8 +130,7 @@ class MultiQueryHost(Host, MultiQueryAttention2d):
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
-        height, width = args[0].shape[-2:]
-        return TokenGrid(-(-height // module.kv_stride), -(-width // module.kv_stride))
+        return grid_of(args[0], module.kv_stride)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         query, key, value = self.query(x), self.key(x), self.value(x)
@@ -232,10 +231,6 @@ class HieraHost(Host, MaskUnitAttention):
 
     strides: Strides = ()  # pooling still to come, each step of which is an outer axis of the tokens
     units: tuple[int, int] = (1, 1)  # mask units of the picture
-
-    @classmethod
-    def shape(cls, module: Any) -> Shape:
-        return Shape(module.heads, module.head_dim, dim=module.dim)
 
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:

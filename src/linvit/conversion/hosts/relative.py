@@ -267,11 +267,7 @@ class SAMHost(ChannelsLastHost, sam.Attention):
     """
 
     rope: Any
-    features = {"relative_bias": ("rel_pos_h", "rel_pos_w")}
-
-    @classmethod
-    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
-        return super().asks(model, module) + ([FEATURES["rotary"]] if module.rope is not None else [])
+    features = {"relative_bias": ("rel_pos_h", "rel_pos_w"), "rotary": ("rope",)}
 
     def _rotation(self, grid: TokenGrid, like: Tensor) -> Tensor:
         size = [grid.height, grid.width]

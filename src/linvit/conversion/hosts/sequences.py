@@ -86,10 +86,6 @@ class GPSAHost(SequenceHost, convit.GPSA):
     content half gets the mechanism.
     """
 
-    @classmethod
-    def shape(cls, module: Any) -> Shape:
-        return Shape(module.num_heads, module.dim // module.num_heads, dim=module.dim)
-
     def _along(self, length: int, weight: Tensor, square: Tensor) -> Tensor:
         """The positional map along one axis, `(heads, length, length)`. The bias cancels, as in the original."""
         steps = torch.arange(length, device=weight.device, dtype=weight.dtype)

@@ -6,6 +6,7 @@ mechanisms with logits take.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from linvit.conversion.host import (
     SequenceHost,
     changes_width,
     given,
-    has,
     merge_heads,
     refuse_causal,
 )
@@ -148,10 +148,6 @@ class Gemma4Host(MaskedHost, Gemma4Attention):
     features = {"rotary": ()}
 
     @classmethod
-    def shape(cls, module: Any) -> Shape:
-        return Shape(module.num_heads, module.head_dim, dim=module.q_proj.linear.in_features)
-
-    @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
         return super().asks(model, module) + ([ANOTHER_WIDTH] if changes_width(module.o_proj.linear) else [])
 
@@ -171,8 +167,8 @@ class _DifferentialHost(MaskedHost):
 
     @classmethod
     def shape(cls, module: Any) -> Shape:
-        first = module.qkv if has(module, "qkv") else module.in_proj
-        return Shape(2 * module.num_heads, module.head_dim, 2 * module.head_dim, first.in_features)
+        plain = super().shape(module)
+        return replace(plain, heads=2 * module.num_heads, value_dim=2 * module.head_dim)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k = (t.unflatten(-1, (2 * self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k))
@@ -204,10 +200,6 @@ class DiffHost(_DifferentialHost, DiffAttention):
 
 class _ParallelBase(MaskedHost):
     """One projection makes q, k, v and the MLP's input."""
-
-    @classmethod
-    def shape(cls, module: Any) -> Shape:
-        return Shape(module.num_heads, module.head_dim, dim=module.in_proj.in_features)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (self.split_heads(t) for t in (q, k, v))
