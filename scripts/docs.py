@@ -102,15 +102,19 @@ def build(name: str, grid: TokenGrid) -> Mechanism:
 
 
 def conversion() -> str:
-    """docs/conversion.md with its table of host families as their files have it."""
-    files: dict[str, list[type[Host]]] = {}
+    """docs/conversion.md with its table of host families as their docstrings have it."""
+    families: list[tuple[str, list[type[Host]]]] = []
     for host in (*HOSTS, *huggingface.HOSTS):
-        files.setdefault(host.__module__, []).append(host)
-    lines = ["| modules | what is exact, what is given up |", "|---|---|"]
-    for file, hosts in sorted(files.items()):
+        text = sys.modules[host.__module__].__doc__ if host in huggingface.HOSTS else vars(host).get("__doc__")
+        if text and (not families or families[-1][0] != text):
+            families.append((text, []))
+        families[-1][1].append(host)
+    rows = []
+    for text, hosts in families:
         places = (re.sub(r"^timm\.(models\.)?|models\.\w+\.modeling_", "", h.original.__module__) for h in hosts)
         names = ", ".join(f"`{place}`" for place in dict.fromkeys(places))
-        lines.append(f"| {names} | {one_line(sys.modules[file].__doc__ or '')} |")
+        rows.append(f"| {names} | {one_line(text)} |")
+    lines = ["| modules | what is exact, what is given up |", "|---|---|", *sorted(rows)]
     start, end = "<!-- families: written by `make docs` -->\n", "<!-- end of families -->"
     before, _, rest = GUIDE.read_text(encoding="utf-8").partition(start)
     return before + start + "\n" + "\n".join(lines) + "\n\n" + end + rest.partition(end)[2]

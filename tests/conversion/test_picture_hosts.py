@@ -15,9 +15,8 @@ from torch import nn
 from linvit import LinvitError
 from linvit.attention import TokenGrid
 from linvit.conversion import Choice, Plan, Rule, convert, droppable, find_hosts
-from linvit.conversion.hosts.maxxvit import module_bias
-from linvit.conversion.hosts.refused import REFUSED
-from linvit.conversion.relative import table_bias
+from linvit.conversion.hosts.relative import module_bias, table_bias
+from linvit.conversion.surveying import REFUSED
 from tests.conversion.families import FAMILIES, WINDOWS, Family, permitting
 
 by_name = {family.model: family for family in FAMILIES}

@@ -14,8 +14,8 @@ from torch import nn
 from linvit import LinvitError
 from linvit.attention import TokenGrid
 from linvit.conversion import Choice, Plan, Rule, convert
-from linvit.conversion.hosts.hiera import layout, stages
-from linvit.conversion.relative import table_bias
+from linvit.conversion.hosts.pooled import layout, stages
+from linvit.conversion.hosts.relative import table_bias
 from tests.conversion.families import FAMILIES, STATIC, VIT, Family, permitting
 
 

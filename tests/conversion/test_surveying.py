@@ -32,7 +32,7 @@ def test_rows(family: str, status: str, reason: str) -> None:
 
 def test_families_without_attention_are_left_out() -> None:
     assert smallest("resnet") is None and list(survey(["resnet"])) == []
-    assert "resnet" in families() and "derived" not in families()
+    assert "resnet" in families() and "named" not in families()
 
 
 def test_attention_hidden_in_few_models_of_a_family_is_found() -> None:

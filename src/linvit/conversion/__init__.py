@@ -1,14 +1,13 @@
-"""Conversion: plan, hosts (one file per family), convert, save and load."""
+"""Conversion: plan, hosts (one file per kind of attention), convert, save and load."""
 
 from linvit.conversion.convert import convert, droppable, find_hosts
-from linvit.conversion.opening import open_model, open_original
+from linvit.conversion.opening import load_weights, open_model, open_original
 from linvit.conversion.plan import Choice, Pick, Plan, Rule, as_plan, list_plans, parse_plan
 from linvit.conversion.report import Conversion, Layer, Report, Source
 from linvit.conversion.resampling import resample, resample_patches, resample_windows
 from linvit.conversion.saving import load, save
 from linvit.conversion.sensitivity import Sensitivity, measure_sensitivity, output_similarity
 from linvit.conversion.surveying import survey
-from linvit.conversion.weights import load_weights
 
 __all__ = [
     "Choice",

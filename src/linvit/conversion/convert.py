@@ -211,17 +211,9 @@ def build_mechanism(module: nn.Module, choice: Choice, grid: TokenGrid | None, i
     """The mechanism for one host, on its device and in its dtype."""
     host = host_of(module)
     shape = host.shape(module)
+    shape = replace(shape, grid=grid or shape.grid)
     options = {**host.defaults(module, choice.mechanism), **choice.options}
-    mechanism = create_attention(
-        choice.mechanism,
-        heads=shape.heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        dim=shape.dim,
-        grid=grid or shape.grid,
-        impl=impl,
-        **options,
-    )
+    mechanism = create_attention(choice.mechanism, **vars(shape), impl=impl, **options)
     like = next(module.parameters())
     return mechanism.to(device=like.device, dtype=like.dtype).train(module.training)
 

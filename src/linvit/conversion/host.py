@@ -2,17 +2,16 @@
 
 A host is a subclass of the timm module it stands for. Converting changes the module's class in place and hangs the
 mechanism in, so every weight, name and hook of the original stays where it was and an original checkpoint still loads.
-A family's file in `hosts/` has a class with its `original`, and what is its own: the rest is here.
+The files in `hosts/` have what is a module's own: the rest is here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -81,11 +80,14 @@ def changes_width(projection: Any) -> bool:
     return weight is not None and weight.ndim > 1 and weight.shape[0] != weight.shape[1]
 
 
+HEADS = ("num_heads", "num_attention_heads", "heads")  # what modules call their number
+PROJECTIONS = ("qkv", "q", "wq", "q_proj", "v", "in_proj", "pwise")  # one of which reads a block's input
 BY_ORIGINAL: dict[type[nn.Module], type[Host]] = {}  # every host, by the module it stands for
 
 
 class Host(nn.Module):
-    """Base of the hosts, mixed into a timm attention class. Class methods take the module before it is a host."""
+    """Base of the hosts, mixed into the attention class they stand for, which is the last of their bases. Class methods
+    take the module before it is a host."""
 
     original: ClassVar[type[nn.Module]]
     native: ClassVar[str] = "softmax"
@@ -102,18 +104,20 @@ class Host(nn.Module):
             """What the timm class brings along."""
 
     def __init_subclass__(cls) -> None:
-        if "original" in vars(cls):
-            BY_ORIGINAL[cls.original] = cls
+        last: Any = cls.__bases__[-1]
+        if not issubclass(last, Host):
+            cls.original = last
+            BY_ORIGINAL[last] = cls
 
     @classmethod
     def shape(cls, module: Any) -> Shape:
         """Heads and widths, for building a mechanism: those of the packed projection, or else of the queries'."""
-        packed = getattr(module, "qkv", None)
-        alone = (getattr(module, name, None) for name in ("q", "wq", "q_proj"))
-        first = packed if packed is not None else next(found for found in alone if found is not None)
-        out, dim = first.weight.shape[:2]
-        width = (out if packed is None else out // 3) // module.num_heads
-        return Shape(module.num_heads, getattr(module, "head_dim", width), dim=dim)
+        heads = next(getattr(module, name) for name in HEADS if has(module, name))
+        name = next(name for name in PROJECTIONS if has(module, name))
+        projection = getattr(module, name)
+        out, dim = getattr(projection, "linear", projection).weight.shape[:2]
+        width = (out // 3 if name == "qkv" else out) // heads
+        return Shape(heads, getattr(module, "head_dim", width), dim=dim)
 
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
@@ -128,8 +132,8 @@ class Host(nn.Module):
 
     @classmethod
     def give_up(cls, module: Any, feature: str) -> None:
-        """Take a dropped feature out, with its parameters."""
-        for name in cls.features.get(feature, ()):
+        """Take a dropped feature out, with its parameters, where it can be."""
+        for name in cls.features.get(feature, ()) if FEATURES[feature].removable else ():
             setattr(module, name, None)
 
     @staticmethod
@@ -146,9 +150,15 @@ class Host(nn.Module):
     def prepare(cls, model: nn.Module) -> None:
         """Once per model, after the swap: hooks for hosts that only see a sequence."""
 
+    def packed(self, x: Tensor) -> Tensor:
+        """One projection for all three. Some have its bias in three parts, of which the keys' is a buffer of zeros."""
+        if not has(self, "q_bias"):
+            return self.qkv(x)
+        return F.linear(x, self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)))
+
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values by one packed projection."""
-        return unpack(self.qkv(x), 3, self.num_heads)
+        """Queries, keys and values."""
+        return unpack(self.packed(x), 3, self.num_heads)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """`(batch, tokens, channels)` as `(batch, heads, tokens, head_dim)`."""
@@ -173,8 +183,16 @@ class Host(nn.Module):
         return self.mechanism(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x)
 
     def project_out(self, out: Tensor, q: Tensor) -> Tensor:
-        """The heads joined and projected, and what the mechanism does behind that."""
-        return self.mechanism.after_projection(self.proj(merge_heads(out)), q)
+        """The heads joined and projected."""
+        return self.finish(self.proj(merge_heads(out)), q)
+
+    def finish(self, out: Tensor, q: Tensor) -> Tensor:
+        """What the mechanism does behind the projection, to tokens or a picture, and the dropout where there is one."""
+        if out.ndim == 4:
+            out = self.mechanism.after_projection(to_tokens(out), q).transpose(1, 2).reshape(out.shape)
+        else:
+            out = self.mechanism.after_projection(out, q)
+        return self.proj_drop(out) if has(self, "proj_drop") else out
 
 
 class SequenceHost(Host):
@@ -193,14 +211,6 @@ class SequenceHost(Host):
         return self.grids.grid if self.grids is not None else None
 
 
-class PlainHost(SequenceHost):
-    """The plain case: one projection in, one out, and a sequence between."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x)
-        return self.proj_drop(self.project_out(self.attend(q, k, v, self.token_grid, x=x), q))
-
-
 class PictureHost(Host):
     """A host that sees a picture `(batch, channels, height, width)`."""
 
@@ -215,48 +225,6 @@ class ChannelsLastHost(Host):
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
         return TokenGrid(args[0].shape[1], args[0].shape[2])
-
-
-class WindowHost(Host):
-    """A host that sees the tokens of one window."""
-
-    @classmethod
-    def shape(cls, module: Any) -> Shape:
-        return replace(super().shape(module), grid=TokenGrid(*module.window_size))
-
-    @property
-    def window(self) -> TokenGrid:
-        return TokenGrid(*self.window_size)
-
-
-class OffsetBiasHost(Host):
-    """LeViT's relative position, which others took over: a table of one value for each |Δrow|, |Δcolumn|."""
-
-    features = {"relative_bias": ("attention_biases", "attention_bias_idxs")}
-
-    def _init_buffers(self) -> None:
-        if self.attention_biases is not None:
-            super()._init_buffers()  # type: ignore[misc]
-
-    def bias(self, keys: TokenGrid, stride: int = 1) -> Tensor | None:
-        """The bias for a mechanism with logits, `(1, heads, queries, keys)`.
-
-        Learned at `resolution`; on another grid the table is resized bilinearly, so that any input size works.
-        """
-        table, learned, size = self.attention_biases, to_2tuple(self.resolution), (keys.height, keys.width)
-        if table is None or not has_logits(self.mechanism):
-            return None
-        if size != tuple(learned):
-            table = F.interpolate(table[None].unflatten(-1, tuple(learned)), size, mode="bilinear")[0].flatten(-2)
-        rows, columns = (torch.arange(side, device=table.device) for side in size)
-        row = (rows[::stride, None] - rows[None, :]).abs()
-        column = (columns[::stride, None] - columns[None, :]).abs()
-        index = row[:, None, :, None] * keys.width + column[None, :, None, :]
-        return table[:, index.flatten(2).flatten(0, 1)][None]
-
-    def split_packed(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values of heads that lie one behind the other."""
-        return self.split_heads(packed).split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
 
 
 def has(module: nn.Module, name: str) -> bool:
@@ -277,28 +245,18 @@ def unpack(packed: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
     return packed.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def biased_projection(host: Any, x: Tensor) -> Tensor:
-    """One packed projection with its bias in three parts, of which the keys' is a buffer of zeros."""
-    bias = None if host.q_bias is None else torch.cat((host.q_bias, host.k_bias, host.v_bias))
-    return F.linear(x, host.qkv.weight, bias)
-
-
 def merge_heads(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def grid_of(picture: Tensor) -> TokenGrid:
-    return TokenGrid(picture.shape[-2], picture.shape[-1])
+def grid_of(picture: Tensor, stride: int = 1) -> TokenGrid:
+    """The grid of a picture `(batch, channels, height, width)`, or of every so many of its places."""
+    return TokenGrid(-(-picture.shape[-2] // stride), -(-picture.shape[-1] // stride))
 
 
 def to_tokens(picture: Tensor) -> Tensor:
     """`(batch, channels, height, width)` as `(batch, tokens, channels)`."""
     return picture.flatten(2).transpose(1, 2)
-
-
-def after_projection(mechanism: Mechanism, picture: Tensor, q: Tensor) -> Tensor:
-    """The mechanism's last word on a projected output that is a picture."""
-    return mechanism.after_projection(to_tokens(picture), q).transpose(1, 2).reshape(picture.shape)
 
 
 def refuse_causal(is_causal: bool) -> None:

@@ -22,7 +22,7 @@ from transformers.models.sam.modeling_sam import SamVisionAttention, SamVisionSd
 from transformers.models.siglip.modeling_siglip import SiglipAttention
 from transformers.models.vit.modeling_vit import ViTAttention
 
-from linvit.attention import Shape, TokenGrid
+from linvit.attention import TokenGrid
 from linvit.conversion.grids import Grids, stem
 from linvit.conversion.host import (
     BY_ORIGINAL,
@@ -89,11 +89,6 @@ class InterfaceHost(SequenceHost):
     passing: Passing
 
     @classmethod
-    def shape(cls, module: Any) -> Shape:
-        heads = getattr(module, "num_attention_heads", None) or module.num_heads
-        return Shape(heads, module.head_dim, dim=module.q_proj.in_features)
-
-    @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
         rate = getattr(module, "attention_dropout", getattr(module, "dropout", 0.0))
         return [FEATURES["attention_dropout"]] if rate else []
@@ -137,27 +132,27 @@ class InterfaceHost(SequenceHost):
 
 
 class HFViTHost(InterfaceHost, ViTAttention):
-    original = ViTAttention
+    pass
 
 
 class HFDeiTHost(InterfaceHost, DeiTAttention):
-    original = DeiTAttention
+    pass
 
 
 class HFDinov2Host(InterfaceHost, Dinov2Attention):
-    original = Dinov2Attention
+    pass
 
 
 class HFDinov2RegistersHost(InterfaceHost, Dinov2WithRegistersAttention):
-    original = Dinov2WithRegistersAttention
+    pass
 
 
 class HFSiglipHost(InterfaceHost, SiglipAttention):
-    original = SiglipAttention
+    pass
 
 
 class HFCLIPHost(InterfaceHost, CLIPAttention):
-    original = CLIPAttention
+    pass
 
 
 class _SamBase(ChannelsLastHost):
@@ -166,20 +161,13 @@ class _SamBase(ChannelsLastHost):
     use_rel_pos: bool
 
     @classmethod
-    def shape(cls, module: Any) -> Shape:
-        dim = module.qkv.in_features
-        return Shape(module.num_attention_heads, dim // module.num_attention_heads, dim=dim)
-
-    @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
         return super().asks(model, module) + ([FEATURES["attention_dropout"]] if module.dropout else [])
 
     @classmethod
     def give_up(cls, module: Any, feature: str) -> None:
         super().give_up(module, feature)
-        if feature == "relative_bias":
-            module.use_rel_pos = False
-        elif feature == "attention_dropout":
+        if feature == "attention_dropout":
             module.dropout = 0.0
 
     def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:
@@ -187,7 +175,7 @@ class _SamBase(ChannelsLastHost):
         tokens = hidden_states.flatten(1, 2)
         q, k, v = unpack(self.qkv(tokens), 3, heads)
         bias = None
-        if self.use_rel_pos and has_logits(self.mechanism):
+        if self.use_rel_pos and self.rel_pos_h is not None and has_logits(self.mechanism):
             bias = self.get_decomposed_rel_pos(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
             bias = bias.reshape(len(q), heads, tokens.shape[1], tokens.shape[1])
         out = self.attend(q, k, v, TokenGrid(*size), bias=bias, x=tokens)
@@ -195,11 +183,11 @@ class _SamBase(ChannelsLastHost):
 
 
 class HFSamHost(_SamBase, SamVisionAttention):
-    original = SamVisionAttention
+    pass
 
 
 class HFSamSdpaHost(_SamBase, SamVisionSdpaAttention):
-    original = SamVisionSdpaAttention
+    pass
 
 
 HOSTS = tuple(host for host in BY_ORIGINAL.values() if host.__module__ == __name__)

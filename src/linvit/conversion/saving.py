@@ -23,12 +23,12 @@ from linvit.codec import from_plain, to_plain
 from linvit.conversion.convert import own_size
 from linvit.conversion.rebuilding import SavedLayer, hugging, inner, install_layers, origin, rebuild, saved_layers
 from linvit.conversion.report import Conversion, Source
-from linvit.conversion.weights import PICKLES
 from linvit.errors import LinvitError
 from linvit.files import write_folder
 from linvit.version import __version__
 
 FORMAT = 1
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".tar")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 LOADING = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 
@@ -78,8 +78,8 @@ def save(
     except (TypeError, ValueError) as error:
         raise LinvitError(f"an argument of the model or an option of its layers cannot be saved: {error}") from None
     state = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in model.state_dict().items()}
-    files = {WEIGHTS: partial(write_weights, state), CONFIG: partial(write_text, text)}
-    write_folder(Path(folder), files)
+    config_file = {CONFIG: lambda path: Path(path).write_text(text, encoding="utf-8")}
+    write_folder(Path(folder), {WEIGHTS: partial(write_weights, state), **config_file})
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:
@@ -87,10 +87,6 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
         safetensors.torch.save_file(state, path, {"format": "pt"})
     except SafetensorError as error:  # a full disk too
         raise OSError(str(error)) from error
-
-
-def write_text(text: str, path: str) -> None:
-    Path(path).write_text(text, encoding="utf-8")
 
 
 def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module:

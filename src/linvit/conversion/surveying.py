@@ -21,7 +21,6 @@ from torch import nn
 
 from linvit.conversion.convert import convert, droppable, find_hosts, own_size
 from linvit.conversion.hosts import host_for
-from linvit.conversion.hosts.refused import REFUSED
 from linvit.conversion.plan import Choice, Plan
 from linvit.errors import LinvitError
 
@@ -40,6 +39,30 @@ BUILDS: tuple[dict[str, Any], ...] = (
     {"dynamic_img_size": True},
     {},
 )
+# Attention modules of timm that no host stands for, with the reason.
+REFUSED: dict[str, str] = {
+    "BatNonLocalAttn": "bilinear transforms of the picture, not queries and keys",
+    "BilinearAttnTransform": "bilinear transforms of the picture, not queries and keys",
+    "BottleneckAttn": "its position logits are built for one picture size and depend on the query",
+    "ChannelAttention": "channels attend to channels, so it is linear in the tokens already",
+    "ChannelAttentionV2": "channels attend to channels, so it is linear in the tokens already",
+    "ConvAttention": "a grouped convolution under the name of attention: it has no queries and keys",
+    "CoordAttn": "a gate from row and column means: it has no queries and keys",
+    "EfficientAdditiveAttention": "one global query gates the keys: it is linear already and has no values",
+    "EfficientLocalAttn": "a gate from row and column means: it has no queries and keys",
+    "FocalModulation": "context comes from convolutions: it has no keys",
+    "HaloAttn": "each block of queries sees a larger, overlapping block of keys: it is linear in the tokens already",
+    "HSMSSD": "a state-space layer: it has no queries and keys, and is linear already",
+    "LambdaLayer": "keys and values become one linear map for all queries, so it is linear already",
+    "LinearSelfAttention": "one score per token and one context vector for all: it is linear already, without queries",
+    "MultiQueryAttentionV2": "no registered model uses it",
+    "MultiScaleAttentionPoolFirst": "no registered model uses it",
+    "NonLocalAttn": "no registered model uses it",
+    "OutlookAttention": "it predicts its weights over 3×3 neighbours from the centre alone: it has no keys",
+    "SimpleCoordAttn": "a gate from row and column means: it has no queries and keys",
+    "SpatialAttention": "a gate from convolutions: it has no queries and keys",
+    "StripAttn": "a gate from strip convolutions: it has no queries and keys",
+}
 
 
 @dataclass(frozen=True)

@@ -106,19 +106,11 @@ class Attention(Host):
 
 
 class Block(nn.Module):
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        grid: TokenGrid,
-        mechanism: str,
-        options: Mapping[str, Any],
-        mlp_ratio: float,
-        drop_path: float,
-    ) -> None:
+    def __init__(self, attn: Attention, mlp_ratio: float, drop_path: float) -> None:
         super().__init__()
+        dim = attn.proj.out_features
         self.norm1 = nn.LayerNorm(dim, eps=EPS)
-        self.attn = Attention(dim, heads, grid, mechanism, options)
+        self.attn = attn
         self.norm2 = nn.LayerNorm(dim, eps=EPS)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
@@ -191,10 +183,9 @@ class FairPyramid(nn.Module):
         for i, (dim, depth, heads) in enumerate(zip(dims, depths, num_heads, strict=True)):
             if i:
                 height, width = -(-height // 2), -(-width // 2)
-            blocks = [
-                Block(dim, heads, TokenGrid(height, width), mechanism, options, mlp_ratio, next(rates))
-                for _ in range(depth)
-            ]
+            grid = TokenGrid(height, width)
+            attns = (Attention(dim, heads, grid, mechanism, options) for _ in range(depth))
+            blocks = [Block(attn, mlp_ratio, next(rates)) for attn in attns]
             stages.append(Stage(PatchMerging(dims[i - 1], dim) if i else nn.Identity(), blocks))
             self.feature_info.append({"num_chs": dim, "reduction": patch_size * 2**i, "module": f"stages.{i}"})
         self.stages = nn.Sequential(*stages)
@@ -277,16 +268,9 @@ class FairPyramid(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layer groups for layer-wise learning rates, as timm reads them."""
-        blocks = (
-            r"^stages\.(\d+)"
-            if coarse
-            else [
-                (r"^stages\.(\d+)\.downsample", (0,)),
-                (r"^stages\.(\d+)\.blocks\.(\d+)", None),
-                (r"^norm", (99999,)),
-            ]
-        )
-        return {"stem": r"^patch_embed|^position", "blocks": blocks}
+        downsample, norm = (r"^stages\.(\d+)\.downsample", (0,)), (r"^norm", (99999,))
+        fine = [downsample, (r"^stages\.(\d+)\.blocks\.(\d+)", None), norm]
+        return {"stem": r"^patch_embed|^position", "blocks": r"^stages\.(\d+)" if coarse else fine}
 
 
 def init_weights(module: nn.Module) -> None:

@@ -1,49 +1,12 @@
-"""The hosts, one file per family of timm models: importing a file makes its hosts known."""
+"""The hosts, one file per kind of attention: importing a file makes its hosts known.
+
+The docstring of a host says what is exact and what is given up; one without belongs to the host before it.
+"""
 
 from torch import nn
 
 from linvit.conversion.host import BY_ORIGINAL, Host
-from linvit.conversion.hosts import (  # noqa: F401
-    beit,
-    cait,
-    coat,
-    convit,
-    crossvit,
-    davit,
-    edgenext,
-    efficientformer,
-    efficientformer_v2,
-    efficientvit,
-    efficientvit_msra,
-    fastvit,
-    gcvit,
-    gemma4,
-    hiera,
-    hieradet,
-    levit,
-    lowformer,
-    maxxvit,
-    metaformer,
-    mobilenet,
-    mvitv2,
-    nest,
-    nextvit,
-    parallel,
-    pvt_v2,
-    relpos,
-    rope,
-    sam,
-    single_head,
-    swin,
-    swin_v2,
-    tiny_vit,
-    tnt,
-    twins,
-    visformer,
-    vit,
-    volo,
-    xcit,
-)
+from linvit.conversion.hosts import offsets, pictures, pooled, relative, sequences, vit, windows  # noqa: F401
 from linvit.errors import LinvitError
 
 HOSTS = tuple(BY_ORIGINAL.values())  # of timm's modules

@@ -1,19 +1,35 @@
-"""timm's shared `Attention`: ViT, DeiT, PiT, NaFlexViT, CSATv2, MobileViT, CrossViT and every model built from it.
+"""Sequences that may come with a mask: timm's shared attention, with rotary position, differential, in parallel blocks.
 
-Exact for softmax. Padding masks are honoured by every mechanism with a key mask; any other mask is a bias on the
-logits, which only mechanisms with logits take. NaFlexViT's padded batches have no one grid, so mechanisms that look at
-it need images there.
+Padding masks are honoured by every mechanism with a key mask; any other mask is a bias on the logits, which only
+mechanisms with logits take.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, AttentionRope, DiffAttention, apply_rot_embed_cat
+from timm.models.eva import EvaAttention
+from timm.models.gemma4_vit import Gemma4Attention, apply_multidimensional_rope
 from timm.models.naflexvit import NaFlexVit
+from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelScalingBlock
 from torch import Tensor, nn
 
-from linvit.attention import Mechanism
-from linvit.conversion.host import Host, SequenceHost, merge_heads, refuse_causal
+from linvit.attention import Mechanism, Shape
+from linvit.conversion.host import (
+    ANOTHER_WIDTH,
+    FEATURES,
+    WIDE_VALUES,
+    Ask,
+    Host,
+    SequenceHost,
+    changes_width,
+    given,
+    merge_heads,
+    refuse_causal,
+)
 
 
 class MaskedHost(SequenceHost):
@@ -25,22 +41,12 @@ class MaskedHost(SequenceHost):
         use_key_masks(model)
 
     def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> Tensor:
+        """The mechanism's answer; grouped key and value heads are repeated for their queries, as the originals do."""
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         mask, bias = split_mask(attn_mask, self.mechanism)
         return self.attend(q, k, v, self.token_grid, mask=mask, bias=bias, x=x)
-
-
-class ViTHost(MaskedHost, Attention):
-    original = Attention
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        refuse_causal(is_causal)
-        gate = self.gate(x).sigmoid() if self.gate is not None else None
-        q, k, v = self.project(x)
-        q, k = self.q_norm(q), self.k_norm(k)
-        out = self.norm(merge_heads(self.attend_masked(q, k, v, attn_mask, x)))
-        if gate is not None:
-            out = out * gate
-        return self.proj_drop(self.mechanism.after_projection(self.proj(out), q))
 
 
 def split_mask(attn_mask: Tensor | None, mechanism: Mechanism) -> tuple[Tensor | None, Tensor | None]:
@@ -69,3 +75,153 @@ def use_key_masks(model: nn.Module) -> None:
             inside = [m for m in owner.modules() if isinstance(m, Host)]
             if not all(host.mechanism.capabilities.bias for host in inside):
                 owner.use_key_only_attn_mask = True
+
+
+class ViTHost(MaskedHost, Attention):
+    """timm's shared `Attention`: ViT, DeiT, PiT, NaFlexViT, CSATv2, MobileViT, CrossViT and every model built from it.
+
+    Exact for softmax. Padding masks are honoured by every mechanism with a key mask; any other mask is a bias on the
+    logits, which only mechanisms with logits take. NaFlexViT's padded batches have no one grid, so mechanisms that look
+    at it need images there.
+    """
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        refuse_causal(is_causal)
+        gate = self.gate(x).sigmoid() if self.gate is not None else None
+        q, k, v = self.project(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        out = self.norm(merge_heads(self.attend_masked(q, k, v, attn_mask, x)))
+        return self.finish(self.proj(out if gate is None else out * gate), q)
+
+
+class _RopeBase(MaskedHost):
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return super().asks(model, module) + ([FEATURES["rotary"]] if given(model, module, "rope") else [])
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.qkv is None:
+            parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        else:
+            parts = list(self.packed(x).chunk(3, dim=-1))
+        return tuple(part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+
+    def _rotate(self, x: Tensor, rope: Tensor) -> Tensor:
+        prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
+        return torch.cat((prefix, apply_rot_embed_cat(patches, rope, half=self.rotate_half)), dim=2)
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        refuse_causal(is_causal)
+        q, k, v = self.project(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = self._rotate(q, rope).type_as(v), self._rotate(k, rope).type_as(v)
+        out = self.norm(merge_heads(self.attend_masked(q, k, v, attn_mask, x)))
+        return self.finish(self.proj(out if self.gate is None else out * self.gate(x).sigmoid()), q)
+
+
+class RopeHost(_RopeBase, AttentionRope):
+    """`AttentionRope` and `EvaAttention`: EVA-02, DINOv3, Perception Encoder, RoPE-ViT, DeepSeek's and Qwen3's
+    encoders, NaFlexViT's rotary variants. Grouped key and value heads are repeated for their queries, as the original
+    does.
+
+    Exact for softmax. Rotary position stays purely relative in mechanisms that know q and k by their products and
+    norms. A feature map per channel breaks that: with `drop=("rotary",)` q and k are still rotated before it, so
+    positions still inform the features, but a shift of both no longer cancels.
+    """
+
+
+class EvaHost(_RopeBase, EvaAttention):
+    pass
+
+
+class Gemma4Host(MaskedHost, Gemma4Attention):
+    """Gemma 4's vision encoder: rotary position in two axes, q, k and v normalised, and logits without the 1/√d.
+
+    Exact for softmax: q is scaled with √d for every mechanism alike, which makes up for the 1/√d of the mechanism.
+    Rotary position stays relative in mechanisms that know q and k by their products and norms; with `drop=("rotary",)`
+    the others still see q and k rotated. Padded batches bring a key mask.
+    """
+
+    features = {"rotary": ()}
+
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return super().asks(model, module) + ([ANOTHER_WIDTH] if changes_width(module.o_proj.linear) else [])
+
+    def forward(self, x: Tensor, rope_cos: Tensor, rope_sin: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.q_norm(q), self.k_norm(k), self.v_norm(v)
+        q = apply_multidimensional_rope(q, rope_cos, rope_sin) * self.head_dim**0.5
+        k = apply_multidimensional_rope(k, rope_cos, rope_sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return self.finish(self.o_proj(merge_heads(self.attend_masked(q, k, v, attn_mask, x))), q)
+
+
+class _DifferentialHost(MaskedHost):
+    """Two maps per head: q and k in twice as many heads, each value shared by two."""
+
+    needs = (WIDE_VALUES,)
+
+    @classmethod
+    def shape(cls, module: Any) -> Shape:
+        plain = super().shape(module)
+        return replace(plain, heads=2 * module.num_heads, value_dim=2 * module.head_dim)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (t.unflatten(-1, (2 * self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k))
+        v = v.unflatten(-1, (self.num_heads, 2 * self.head_dim)).transpose(1, 2).repeat_interleave(2, dim=1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        first, second = self.attend_masked(q, k, v, attn_mask, x).unflatten(1, (self.num_heads, 2)).unbind(2)
+        out = self.sub_norm(first - self._compute_lambda().type_as(q) * second) * (1 - self.lambda_init)
+        return merge_heads(out), q
+
+
+class DiffHost(_DifferentialHost, DiffAttention):
+    """ViT-22B's parallel block and differential attention, alone and in a parallel block.
+
+    In `ParallelScalingBlock` one projection makes q, k, v and the MLP's input, so the block itself is the host. Exact
+    for softmax. Differential attention subtracts a second attention map from the first:
+
+        out = norm(attend(q₁, k₁, v) − λ · attend(q₂, k₂, v)) · (1 − λ₀)
+
+    It is exact for softmax, and with another mechanism the difference of two of its maps. Values are twice as wide as
+    keys.
+    """
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        refuse_causal(is_causal)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        out, q = self._mix(q, k, v, attn_mask, x)
+        return self.finish(self.proj(self.norm(out)), q)
+
+
+class _ParallelBase(MaskedHost):
+    """One projection makes q, k, v and the MLP's input."""
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (self.split_heads(t) for t in (q, k, v))
+        q, k = self.q_norm(q), self.k_norm(k)
+        return merge_heads(self.attend_masked(q, k, v, attn_mask, x)), q
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        refuse_causal(is_causal)
+        normed = self.in_norm(x)
+        hidden, q, k, v = self.in_proj(normed).split(self.in_split, dim=-1)
+        out, q = self._mix(q, k, v, attn_mask, normed)
+        hidden = self.mlp_drop(self.mlp_act(hidden if self.mlp_bias is None else hidden + self.mlp_bias))
+        if self.out_proj is not None:
+            out = self.out_proj(torch.cat((out, hidden), dim=-1))
+        else:
+            out = self.attn_out_proj(out) + self.mlp_out_proj(hidden)
+        return x + self.drop_path(self.ls(self.mechanism.after_projection(out, q)))
+
+
+class ParallelHost(_ParallelBase, ParallelScalingBlock):
+    pass
+
+
+class DiffParallelHost(_DifferentialHost, _ParallelBase, DiffParallelScalingBlock):
+    pass

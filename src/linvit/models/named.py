@@ -1,7 +1,10 @@
-"""The papers' models that are timm models with another mechanism: one line each, no second copy of an architecture.
+"""The papers' named models are timm models: `timm.create_model(name)` builds them once `linvit` is imported.
 
-Every entry builds its timm base (any keyword argument of it is accepted, `features_only` too) and converts it by a
-plan. A softmax checkpoint of the base loads into it with every shared weight in place.
+Most are timm models with another mechanism: one line each, no second copy of an architecture. Every such entry builds
+its timm base (any keyword argument of it is accepted, `features_only` too) and converts it by a plan. A softmax
+checkpoint of the base loads into it with every shared weight in place. The others are the Fair Comparison's eighteen
+rows: `fair_pyramid_p4_sa` is the pyramid on patches of four pixels with softmax attention, and so on; `fair_column_p14`
+and `fair_column_p16` are the columns, softmax too.
 """
 
 from __future__ import annotations
@@ -10,15 +13,72 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import timm
-from timm.models import get_pretrained_cfg
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, get_pretrained_cfg, register_model
 from timm.models.efficientvit_mit import DSConv, LiteMLA, MBConv, ResidualBlock
 from torch import nn
 
-from linvit.conversion import Plan, convert
-from linvit.conversion.plan import as_plan, castling, mixa, mobile, qt
-from linvit.models.registration import add_model, default_cfg
+from linvit.conversion import Plan, as_plan, convert
+from linvit.conversion.plan import castling, mixa, mobile, qt
+from linvit.errors import LinvitError
+from linvit.models.pyramid import FairPyramid
 
+TIMMS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")  # arguments timm adds that shape no model
 KEPT = ("input_size", "pool_size", "crop_pct", "interpolation", "mean", "std", "first_conv", "classifier")
+MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sa": ("softmax", {}),
+    "la": ("linformer", {"variant": "fair"}),
+    "ea": ("efficient", {}),
+    "pa": ("performer", {"variant": "fair"}),
+    "aa": ("fastformer", {"variant": "fair"}),
+    "xca": ("xca", {"variant": "fair"}),
+    "lpi": ("xca", {"variant": "fair", "lpi": True}),
+}
+WINDOWS = {4: 7, 7: 8}  # on patches of 7 pixels the last stage has 4×4 tokens, and the window shrinks to them
+COLUMN: dict[str, Any] = {"embed_dim": 384, "depths": (12,), "num_heads": (12,)}
+default_cfgs: dict[str, Any] = {}  # where timm looks for them
+
+
+def default_cfg(**overrides: Any) -> dict[str, Any]:
+    """What timm wants to know about a model nobody has published weights for."""
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        **overrides,
+    }
+
+
+def add_model(
+    name: str,
+    build: Callable[..., nn.Module],
+    cfg: dict[str, Any],
+    instead: str = "build it with pretrained=False and train it",
+) -> None:
+    """Register `name` with timm as a function of this module. `build` takes timm's keyword arguments."""
+
+    def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        if pretrained:
+            raise LinvitError(f"no weights are published for {name}: {instead}")
+        model = build(name, **kwargs)
+        args = {key: value for key, value in kwargs.items() if key not in TIMMS}
+        model.linvit_origin = {"name": name, "args": args}  # type: ignore[assignment]  # for linvit.save
+        return model
+
+    entrypoint.__name__ = entrypoint.__qualname__ = name
+    default_cfgs[name] = cfg
+    globals()[name] = entrypoint
+    register_model(entrypoint)
+
+
+def list_models() -> list[str]:
+    """Names of all models this package registered with timm, sorted."""
+    return sorted(default_cfgs)
 
 
 def derived(name: str, base: str, plan: Callable[..., Plan], options: Sequence[str] = (), **fixed: Any) -> None:
@@ -44,7 +104,7 @@ def derived(name: str, base: str, plan: Callable[..., Plan], options: Sequence[s
         return model
 
     start = f"linvit.convert(timm.create_model('{base}', pretrained=True), …)"
-    add_model(__name__, name, build, cfg, instead=f"start from softmax ones with {start}")
+    add_model(name, build, cfg, instead=f"start from softmax ones with {start}")
 
 
 def begin_as_released(model: nn.Module) -> None:
@@ -64,6 +124,15 @@ def begin_as_released(model: nn.Module) -> None:
 def with_options(plan: Callable[..., Plan], /, **preset: Any) -> Callable[..., Plan]:
     """The plan with some options set beforehand."""
     return lambda **options: plan(**{**preset, **options})
+
+
+def add_fair(name: str, *, stages: int = 4, fixed_size: bool = False, **settings: Any) -> None:
+    def build(name: str, **kwargs: Any) -> nn.Module:
+        features = {"out_indices": tuple(range(stages)), "feature_cls": "getter"}
+        return build_model_with_cfg(FairPyramid, name, False, feature_cfg=features, **{**settings, **kwargs})
+
+    cfg = default_cfg(first_conv="patch_embed.proj", classifier="head.fc", fixed_input_size=fixed_size)
+    add_model(name, build, cfg)
 
 
 for number, size in enumerate(("b1", "b2", "b3", "l1", "l2", "l3"), start=1):
@@ -100,3 +169,10 @@ for size in ("tiny", "small", "base"):
     derived(f"castling_mvitv2_{size}", f"mvitv2_{size}", castling, ("sparse",))
 for size in ("128", "192", "256", "384"):
     derived(f"castling_levit_{size}", f"levit_{size}", castling, ("sparse",))
+
+for patch, window in WINDOWS.items():
+    for short, (mechanism, options) in {**MECHANISMS, "window": ("window", {"window": window})}.items():
+        settings: dict[str, Any] = {"patch_size": patch, "mechanism": mechanism, "options": options}
+        add_fair(f"fair_pyramid_p{patch}_{short}", fixed_size=short == "la", **settings)
+for patch in (14, 16):
+    add_fair(f"fair_column_p{patch}", stages=1, patch_size=patch, **COLUMN)
