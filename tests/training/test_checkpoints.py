@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import linvit
 from linvit.errors import LinvitError
-from linvit.training.callbacks.masks import Masks
-from linvit.training.checkpoints.files import read, write
+from linvit.training.callbacks import Masks
+from linvit.training.checkpoints import read, write
 from linvit.training.config import Stage
 from linvit.training.engine.diagnosis import Diverged
 from linvit.training.logs import LOG, read_log

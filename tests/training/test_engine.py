@@ -24,7 +24,7 @@ from linvit.training.engine.phases import Phase
 from linvit.training.logs import Log, read_log
 from linvit.training.objectives.alignment import AttentionAlignment
 from linvit.training.objectives.teacher import Teacher
-from linvit.training.optimisation.optimiser import make_optimiser
+from linvit.training.optimisation import make_optimiser
 from linvit.training.processes import make_processes
 from tests.training.toys import PLAIN, Plain, ToySource, accuracy, cross_entropy, same, small_model, train, weights
 

@@ -15,16 +15,18 @@ LOG = "log.jsonl"
 
 
 class Log:
-    """Records of a run: kind `train`, `eval` or `note`, with their step. `watch` is called with each, for a screen."""
+    """Records of a run: kind `train`, `eval` or `note`, with their step. `watch` hears each, for a screen. What a
+    run logged after the step it resumes from is dropped, and so is a line that a crash left half written."""
 
     def __init__(
         self, folder: Path | None, watch: Callable[[dict[str, Any]], None] | None = None, after: int = -1
     ) -> None:
-        self.folder, self.watch = folder, watch
-        self.board: Any = None
-        self.file = None
+        self.watch, self.file, self.board = watch, None, None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            if (folder / LOG).exists():
+                kept = [record for record in read_log(folder) if record["step"] <= after]
+                write(folder / LOG, "".join(json.dumps(record) + "\n" for record in kept))
             self.file = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115
             self.board = tensorboard(folder, after)
 
@@ -67,24 +69,11 @@ def tensorboard(folder: Path, after: int) -> Any:
     return SummaryWriter(folder / "tensorboard", purge_step=after + 1)
 
 
-def cut_log(folder: Path, step: int) -> None:
-    """Drop what a run logged after the step it resumes from, and a line that a crash left half written."""
-    path = folder / LOG
-    if not path.exists():
-        return
-    kept = [record for record in lines(path) if record["step"] <= step]
-    write(path, "".join(json.dumps(record) + "\n" for record in kept))
-
-
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run."""
+    """All records of a run, without lines that are none."""
     path = folder / LOG
     if not path.is_file():
         raise LinvitError(f"{folder} holds no {LOG}: give the folder of a training run")
-    return lines(path)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

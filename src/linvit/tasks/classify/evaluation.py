@@ -20,8 +20,8 @@ from linvit.tasks.classify.fitting import Sets, Split
 from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Progress, quiet
 from linvit.tasks.classify.training import Model, Note, described, tell
+from linvit.training.checkpoints import Watch
 from linvit.training.config import Config
-from linvit.training.engine.loop import Watch
 from linvit.training.objectives.teacher import Teacher, check_teacher, open_teacher
 from linvit.training.processes import make_processes
 

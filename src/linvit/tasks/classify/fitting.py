@@ -21,16 +21,16 @@ from linvit.tasks.classify.metrics import Evaluation, evaluate
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
 from linvit.tasks.classify.streaming import Streamed
-from linvit.training.callbacks.drop_path import set_drop_path
-from linvit.training.checkpoints.files import checksum
+from linvit.training.checkpoints import checksum
 from linvit.training.config import Config
 from linvit.training.contract import BatchSource, Task
+from linvit.training.drop_path import set_drop_path
 from linvit.training.engine.determinism import repeatable
 from linvit.training.engine.loop import Engine, Outcome, Output
 from linvit.training.engine.phases import Phase, compiles
 from linvit.training.objectives.stages import make_phases
 from linvit.training.objectives.teacher import Teacher
-from linvit.training.optimisation.optimiser import check_trainable
+from linvit.training.optimisation import check_trainable
 from linvit.training.processes import Processes, make_processes
 
 LOADERS = ("auto", "resident", "streamed")

@@ -22,8 +22,9 @@ from linvit.errors import LinvitError
 from linvit.tasks.classify.data import open_data
 from linvit.tasks.classify.fitting import Fitting, Sets, Split
 from linvit.tasks.classify.resident import Progress, quiet
+from linvit.training.checkpoints import Output, Watch
 from linvit.training.config import Config, override
-from linvit.training.engine.loop import Outcome, Output, Watch
+from linvit.training.engine.loop import Outcome
 from linvit.training.objectives.teacher import open_teacher
 from linvit.training.processes import Processes, make_processes
 from linvit.training.recipes import recipe as named_recipe

@@ -7,18 +7,12 @@ order only where PyTorch may fail and not just warn, and cuDNN's is left out of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._inductor import config as inductor
-
-
-def prepare_cublas() -> None:
-    """cuBLAS reads this when it starts, so it is set before the first use of a device."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager
@@ -44,17 +38,15 @@ def repeatable(wanted: bool) -> Iterator[None]:
         return
     held = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
-    fill, chosen = settings.fill_uninitialized_memory, inductor.deterministic
+    fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False  # a guard for debugging, and slow
-    inductor.deterministic = True
     try:
-        with without_cudnn_attention():
+        with without_cudnn_attention(), inductor.patch(deterministic=True):
             yield
     finally:
         torch.use_deterministic_algorithms(held[0], warn_only=held[1])
         settings.fill_uninitialized_memory = fill
-        inductor.deterministic = chosen
 
 
 @contextmanager
@@ -67,8 +59,3 @@ def strictly(wanted: bool) -> Iterator[None]:
     finally:
         if wanted:
             torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def undetermined(error: RuntimeError) -> bool:
-    """Whether that is why something failed."""
-    return "deterministic" in str(error)

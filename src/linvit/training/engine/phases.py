@@ -60,10 +60,10 @@ def make_step(objective: Objective, model: nn.Module, config: Config, device: to
     modules = repeated_modules(objective, model) if by_blocks else []
     if len(modules) < 2:
         return torch.compile(step, mode="default" if by_blocks else config.compile)
-    blocks = CompiledBlocks(modules)
+    forwards = [(module, torch.compile(module.forward, dynamic=False)) for module in modules]
 
     def step_by_blocks(batch: Batch) -> dict[str, Tensor]:
-        with blocks.active():
+        with compiled_forwards(forwards):
             return objective(model, batch)
 
     return step_by_blocks
@@ -76,26 +76,19 @@ def repeated_modules(objective: Objective, model: nn.Module) -> list[nn.Module]:
     return [*found, objective.distance] if found and objective.distance is not None else found
 
 
-class CompiledBlocks:
-    """Modules with a compiled forward, which is theirs inside `active` only: what else calls them, an evaluation say,
-    has other shapes and modes and is not worth compiling."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.forwards: list[tuple[nn.Module, Callable[..., Any]]] = [
-            (module, torch.compile(module.forward, dynamic=False)) for module in modules
-        ]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        own = [(module, vars(module).get("forward")) for module, _ in self.forwards]
-        try:
-            for module, forward in self.forwards:
-                module.forward = forward
-            with torch._dynamo.config.patch(recompile_limit=LIMIT):
-                yield
-        finally:
-            for module, before in own:
-                if before is None:
-                    vars(module).pop("forward", None)
-                else:
-                    module.forward = before
+@contextmanager
+def compiled_forwards(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Modules have a compiled forward inside only: what else calls them, an evaluation say, has other shapes and modes
+    and is not worth compiling."""
+    own = [(module, vars(module).get("forward")) for module, _ in forwards]
+    try:
+        for module, forward in forwards:
+            module.forward = forward
+        with torch._dynamo.config.patch(recompile_limit=LIMIT):
+            yield
+    finally:
+        for module, before in own:
+            if before is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = before

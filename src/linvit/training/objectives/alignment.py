@@ -23,7 +23,7 @@ from linvit.attention import TokenGrid
 from linvit.conversion.convert import current_mechanism, find_hosts
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError, unknown
-from linvit.training.config import INPUTS
+from linvit.training.config import CHOICES
 from linvit.training.contract import Batch, Objective, blocks_around_hosts, images_of
 from linvit.training.objectives.activations import Activations, Call, first_tensor, map_tensors
 from linvit.training.objectives.distillation import Compared, Distance, divergence
@@ -97,8 +97,8 @@ class AttentionAlignment(Objective):
     distance: Distance
 
     def __init__(self, teacher: Teacher, student: nn.Module, *, inputs: str = "teacher") -> None:
-        if inputs not in INPUTS:
-            raise unknown("kind of inputs", inputs, INPUTS)
+        if inputs not in CHOICES["inputs"]:
+            raise unknown("kind of inputs", inputs, CHOICES["inputs"])
         self.teacher, self.inputs, self.distance = teacher, inputs, Distance()
         self.names = hosts_to_align(teacher.model, student)
         self.originals, self.layers = Layers(teacher.model, self.names), Layers(student, self.names)

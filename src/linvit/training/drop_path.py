@@ -7,8 +7,6 @@ from timm.layers import DropPath
 from timm.models.efficientvit_mit import ResidualBlock
 from torch import Tensor, nn
 
-from linvit.training.callbacks.callback import Callback, Position
-
 
 def set_drop_path(model: nn.Module, rate: float, skip: int = 0, rule: str = "linear") -> bool:
     """Drop residual branches, except in the first `skip` blocks. By the rule the rate grows evenly from 0 in the first
@@ -74,14 +72,3 @@ class RampedDropPath(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:g}"
-
-
-class DropPathProgress(Callback):
-    """Tells the ramped ones how much of the training is over."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.progress = [module.progress for module in model.modules() if isinstance(module, RampedDropPath)]
-
-    def before_step(self, at: Position) -> None:
-        torch._foreach_zero_(self.progress)
-        torch._foreach_add_(self.progress, min(1.0, max(0.0, at.progress)))

@@ -1,9 +1,12 @@
-"""The optimiser of a stage: which parameters it moves, which of them decay, and how their gradients are clipped."""
+"""The optimiser of a stage: which parameters it moves and which of them decay, how gradients are clipped, and the
+learning rate over the steps."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +16,8 @@ from torch import Tensor, nn
 from linvit.conversion.host import Host
 from linvit.conversion.rebuilding import hugging
 from linvit.errors import LinvitError
-from linvit.training.config import Config
-from linvit.training.optimisation.muon import Muon, matrices_in
+from linvit.training.config import Config, Stage
+from linvit.training.muon import Muon, matrices_in
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 TABLES = ("cls_token", "distillation_token", "mask_token", "position_embeddings")  # where a model does not say it
@@ -118,3 +121,44 @@ def classifier_names(model: nn.Module) -> tuple[str, ...]:
     usual = "classifier" if hugging(model) else ()
     found = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or usual
     return tuple(f"{name}." for name in ((found,) if isinstance(found, str) else found))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then a cosine or nothing, then a rest at the lowest. A plain function of the step, so that a
+    resumed run needs no state to go on with it."""
+
+    peak: float
+    steps: int  # warm-up and cosine
+    warmup: int = 0
+    start: float = 0.0
+    lowest: float = 0.0
+    prefix: bool = False  # the cosine begins after the warm-up; else the warm-up hides its first part
+    cosine: bool = True
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.start + (self.peak - self.start) * step / self.warmup
+        if not self.cosine:
+            return self.peak if step < self.steps else self.lowest
+        done, whole = (step - self.warmup, self.steps - self.warmup) if self.prefix else (step, self.steps)
+        if done >= whole:
+            return self.lowest
+        return self.lowest + (self.peak - self.lowest) * 0.5 * (1 + math.cos(math.pi * done / whole))
+
+
+def stage_schedule(config: Config, stage: Stage, steps: int, epoch_steps: float) -> Schedule:
+    """The schedule of a stage of so many steps. The cool-down belongs to a training of one stage; of several, each has
+    its warm-up, of a fifth of its steps at most. A training that was cut down to few epochs warms up for half of them
+    at most."""
+    rest = 0 if config.stages else round(config.cooldown_epochs * epoch_steps)
+    longest = steps // 5 if len(config.stages) > 1 else (steps - rest) // 2
+    return Schedule(
+        peak=config.scaled(config.lr if stage.lr is None else stage.lr),
+        steps=steps - rest,
+        warmup=min(round(config.warmup_epochs * epoch_steps), longest),
+        start=config.warmup_lr,
+        lowest=config.min_lr,
+        prefix=config.warmup_prefix,
+        cosine=config.schedule == "cosine",
+    )
