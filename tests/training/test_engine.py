@@ -180,14 +180,14 @@ def test_a_failed_step_leaves_nobody_recording() -> None:
     objective = AttentionAlignment(Teacher(original), student, inputs="student")
 
     def failing(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        objective.activations.record()
+        objective.activations[0].record()
         raise RuntimeError("out of memory")
 
     made = Plain(failing)
     made.reset = objective.reset  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="out of memory"):
         train(student, objective=made)
-    assert not objective.activations.recording
+    assert not objective.activations[0].recording
     before = weights(student)
     train(student)
     assert not torch.equal(student.blocks[0].attn.qkv.weight, before["blocks.0.attn.qkv.weight"])

@@ -12,12 +12,13 @@ import linvit
 from linvit.conversion.saving import note
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage, override
-from linvit.training.muon import Muon, matrices_in
 from linvit.training.optimisation import (
+    Muon,
     Schedule,
     check_trainable,
     clip,
     make_optimiser,
+    matrices_in,
     select_trainable,
     stage_schedule,
 )

@@ -19,7 +19,7 @@ from linvit.attention.castling import Castling
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Batch, BatchSource, Objective, Task
 from linvit.training.drop_path import RampedDropPath
-from linvit.training.objectives.supervised import logits_of
+from linvit.training.objectives.teacher import logits_of
 from linvit.training.processes import Processes
 
 PREFIX = "average."  # of the moving average's tensors in checkpoints

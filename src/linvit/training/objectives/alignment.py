@@ -14,6 +14,8 @@ entire student: later blocks learn to make up for earlier ones.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +25,19 @@ from linvit.attention import TokenGrid
 from linvit.conversion.convert import current_mechanism, find_hosts
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError, unknown
+from linvit.measurement.macs import evaluating
 from linvit.training.config import CHOICES
 from linvit.training.contract import Batch, Objective, blocks_around_hosts, images_of
-from linvit.training.objectives.activations import Activations, Call, first_tensor, map_tensors
 from linvit.training.objectives.distillation import Compared, Distance, divergence
-from linvit.training.objectives.supervised import logits_of
-from linvit.training.objectives.teacher import Teacher, check_teacher
+from linvit.training.objectives.teacher import (
+    Activations,
+    Call,
+    Teacher,
+    check_teacher,
+    first_tensor,
+    logits_of,
+    map_tensors,
+)
 
 
 def hosts_to_align(teacher: nn.Module, student: nn.Module) -> list[str]:
@@ -66,20 +75,14 @@ class Layers:
     def note(self, image: Tensor) -> None:
         found: dict[str, TokenGrid | None] = {}
 
-        def see(name: str, host: Any) -> Any:
-            return lambda module, args: found.__setitem__(name, host.grids.grid if host.grids is not None else None)
+        def see(name: str, host: Any, args: Any) -> None:
+            found[name] = host.grids.grid if host.grids is not None else None
 
-        hosts = [(name, module) for name, module in self.modules.items() if isinstance(module, Host)]
-        handles = [module.register_forward_pre_hook(see(name, module)) for name, module in hosts]
-        modes = {module: module.training for module in self.model.modules()}
-        try:
-            with torch.no_grad():
-                self.model.eval()(image.to(next(self.model.parameters()).dtype))
-        finally:
-            for module, training in modes.items():
-                module.training = training
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, evaluating(self.model), torch.no_grad():
+            for name, module in self.modules.items():
+                if isinstance(module, Host):
+                    hooks.enter_context(module.register_forward_pre_hook(partial(see, name)))
+            self.model(image.to(next(self.model.parameters()).dtype))
         self.grids[tuple(image.shape[-2:])] = found
 
     def call(self, name: str, call: Call, images: Tensor) -> Tensor:
@@ -103,17 +106,11 @@ class AttentionAlignment(Objective):
         self.names = hosts_to_align(teacher.model, student)
         self.originals, self.layers = Layers(teacher.model, self.names), Layers(student, self.names)
         source = teacher.model if inputs == "teacher" else student
-        self.activations = Activations(source, self.names, self.names, cut=inputs == "student")
+        self.activations = [Activations(source, self.names, self.names, cut=inputs == "student")]
 
     def repeated(self, model: nn.Module) -> list[nn.Module]:
         """The attention layers, which are called by themselves."""
         return [module for _, module in find_hosts(model)]
-
-    def reset(self) -> None:
-        self.activations.take()
-
-    def close(self) -> None:
-        self.activations.close()
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         errors = torch.stack(list(self.errors(model, images_of(batch)[0]).values()))
@@ -121,17 +118,16 @@ class AttentionAlignment(Objective):
 
     def errors(self, model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         """The relative error of each layer: 0 is its original, 1 no better than the mean."""
-        if self.inputs == "teacher":
-            self.layers.ready(images)
-            self.activations.record()
+        (activations,), on_teacher = self.activations, self.inputs == "teacher"
+        (self.layers if on_teacher else self.originals).ready(images)
+        activations.record()
+        if on_teacher:
             self.teacher(images)
-            calls, wanted = self.activations.take()
+            calls, wanted = activations.take()
             ours = {name: self.layers.call(name, calls[name], images) for name in self.names}
         else:
-            self.originals.ready(images)
-            self.activations.record()
             model(images)
-            calls, ours = self.activations.take()
+            calls, ours = activations.take()
             with torch.no_grad(), self.teacher.arithmetic(images):
                 wanted = {name: self.answer(name, calls[name], images) for name in self.names}
         return {name: self.distance(ours[name], wanted[name].detach()) for name in self.names}

@@ -11,9 +11,8 @@ from linvit.training.config import Config, Stage
 from linvit.training.contract import Objective, blocks_around_hosts
 from linvit.training.engine.phases import Phase
 from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
-from linvit.training.objectives.distillation import Distillation
+from linvit.training.objectives.distillation import Distillation, Supervised
 from linvit.training.objectives.least_squares import fit_projections
-from linvit.training.objectives.supervised import Supervised
 from linvit.training.objectives.teacher import Teacher
 from linvit.training.processes import LOWERED
 
