@@ -21,7 +21,7 @@ from linvit.errors import LinvitError
 from linvit.training.callbacks import Masks
 from linvit.training.checkpoints import read, write
 from linvit.training.config import Stage
-from linvit.training.engine.diagnosis import Diverged
+from linvit.training.engine.loop import Diverged
 from linvit.training.engine.step import Stepper
 from linvit.training.logs import LOG, read_log
 from tests.training.toys import callback, cross_entropy, engine, same, small_model, train, weights

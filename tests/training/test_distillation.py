@@ -137,7 +137,7 @@ def test_hooks_are_idle_and_can_be_taken_off() -> None:
     activations.record()
     model(IMAGES)
     assert list(activations.take()[1]) == ["blocks.0"]
-    activations.close()
+    activations.hooks.close()
     assert not model.blocks[0]._forward_hooks and not model.blocks[0]._forward_pre_hooks
 
 

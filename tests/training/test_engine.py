@@ -18,8 +18,7 @@ import linvit
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Objective, Task
-from linvit.training.engine.diagnosis import find_bad_layer
-from linvit.training.engine.loop import Engine, Output
+from linvit.training.engine.loop import Engine, Output, find_bad_layer
 from linvit.training.engine.phases import Phase
 from linvit.training.logs import Log, read_log
 from linvit.training.objectives.alignment import AttentionAlignment

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import linvit
 from linvit.training.config import Config
 from linvit.training.engine.determinism import without_cudnn_attention
-from linvit.training.engine.diagnosis import Diverged
-from linvit.training.engine.loop import Engine, Output
+from linvit.training.engine.loop import Diverged, Engine, Output
 from linvit.training.engine.phases import Phase
 from linvit.training.processes import make_processes
 from tests.training.toys import PLAIN, Plain, ToySource, same, small_model, weights

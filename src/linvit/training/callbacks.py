@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from linvit.attention.castling import Castling
+from linvit.measurement.macs import evaluating
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Batch, BatchSource, Objective, Task
 from linvit.training.drop_path import RampedDropPath
@@ -277,13 +278,11 @@ class BatchNormStatistics(Callback):
         if not norms:
             return
         momenta = [norm.momentum for norm in norms]
-        training = model.training
-        model.eval()
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # a plain mean
-            norm.train()
-        with self.processes.autocast():
+        with evaluating(model), self.processes.autocast():
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # a plain mean
+                norm.train()
             for batch in islice(self.source.epoch(0, mixed=False), self.count):
                 self.task.forward(model, batch)
         for norm, momentum in zip(norms, momenta, strict=True):
@@ -291,7 +290,6 @@ class BatchNormStatistics(Callback):
             for statistic in (norm.running_mean, norm.running_var):
                 if statistic is not None:
                     statistic.copy_(self.processes.mean(statistic))
-        model.train(training)
 
 
 def make_callbacks(

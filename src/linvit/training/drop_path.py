@@ -69,6 +69,3 @@ class RampedDropPath(nn.Module):
         keep = (1 - self.rate * self.progress).clamp(min=1e-6)
         drawn = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) < keep
         return x * (drawn / keep).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:g}"

@@ -29,11 +29,9 @@ SHORTCUT = "shortcut.norm.weight"  # QT-ViT calls this norm bn and excludes by n
 def select_trainable(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
     """Let these parameters learn and no others: all, attention, mechanism, or a regular expression over their names."""
     chosen = named_by(model, which)
-    found = {}
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
-        if id(parameter) in chosen:
-            found[name] = parameter
+    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not found:
         raise LinvitError(f"no parameter of the model is '{which}': nothing would learn")
     return found
@@ -253,9 +251,7 @@ class Muon(torch.optim.AdamW):
             befores.append(torch.stack([self.momentum_of(p) for p in parameters]))
             afters.append(befores[-1].lerp(gradients, 1 - self.momentum))
             aheads.append(gradients.lerp_(afters[-1], self.momentum).view(-1, rows // parts, columns))
-        moved: list[Tensor] = []
-        changes: list[Tensor] = []
-        momenta: list[Tensor] = []
+        moved, changes, momenta = list[Tensor](), list[Tensor](), list[Tensor]()
         every = zip(shapes.items(), befores, afters, directions(aheads), strict=True)
         for ((parts, rows, columns), parameters), before, after, direction in every:
             size = 0.2 * max(rows // parts, columns) ** 0.5
@@ -272,5 +268,4 @@ class Muon(torch.optim.AdamW):
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        found: Tensor = state["momentum"]
-        return found
+        return state["momentum"]

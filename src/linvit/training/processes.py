@@ -35,6 +35,7 @@ class Processes:
         found = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else None
         kind = found.type if found is not None else device.replace("auto", "cpu")
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.first = self.rank == 0  # whether this is the process that writes files and talks to the user
         self.device = torch.device(kind)
         if self.world > 1:
             if kind == "cuda":
@@ -44,11 +45,6 @@ class Processes:
                 dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         self.precision = LOWERED.get(precision)
         self.scaler = torch.amp.GradScaler(kind) if precision == "fp16" else None
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the process that writes files and talks to the user."""
-        return self.rank == 0
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Compute in the run's precision inside."""

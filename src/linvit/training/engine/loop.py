@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, count, islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linvit.errors import LinvitError
 from linvit.training.callbacks import Position, make_callbacks
 from linvit.training.checkpoints import Output, Restored, RunState, all_finite, restore_optimiser
 from linvit.training.config import Config
-from linvit.training.contract import Batch, BatchSource, Objective, Task
+from linvit.training.contract import Batch, BatchSource, Objective, Task, images_of, tensors_of
 from linvit.training.engine.determinism import repeatable, without_cudnn_attention
-from linvit.training.engine.diagnosis import Diverged, find_bad_layer
 from linvit.training.engine.phases import Phase
 from linvit.training.engine.step import Meters, Stepper
 from linvit.training.logs import Log
@@ -39,6 +40,10 @@ class Outcome:
     images_per_second: float | None = None
     last: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
+
+
+class Diverged(LinvitError):
+    """The loss is NaN or infinite. The message says where it began and what to go back to."""
 
 
 class Engine:
@@ -69,7 +74,7 @@ class Engine:
         self.ends = list(accumulate(max(1, round(phase.stage.epochs * self.epoch_steps)) for phase in phases))
         self.step, self.steps = 0, self.ends[-1]
         self.callbacks = make_callbacks(config, self.model, processes, source, self.task, self.steps)
-        self.meters = Meters(processes)
+        self.meters = Meters(processes, config)
         self.state = RunState(processes, config, self.model, self.callbacks, self.output)
         self.before = ""  # in words, how it was when it was logged last
 
@@ -208,7 +213,7 @@ class Engine:
         if bad is not None:
             self.stop_diverged(bad, objective)
         self.meters.stop_clock()
-        speed = self.meters.images_per_second(self.config.batch_size)
+        speed = self.meters.images_per_second()
         self.before = f"before, the loss was {values['loss']:.3g}, the gradient's norm {values['gradient_norm']:.3g}; "
         record: dict[str, Any] = {"stage": at.stage.name, **self.so_far(), **values, "lr": lr}
         record |= {"images_per_second": speed, "steps": self.steps}
@@ -231,3 +236,41 @@ class Engine:
         message = f"the loss is NaN or infinite in step {step + 1}: {began}; {self.before}{left}"
         self.log.add("note", self.step, {"text": message}, shown=False)
         raise Diverged(f"{message}; a lower lr, a clip_norm or precision=fp32 may help")
+
+
+def find_bad_layer(model: nn.Module, objective: Objective, batch: Batch) -> str | None:
+    """The first place, in words, where this batch meets something that is not finite; None where there is none. The
+    batch is run again with an eye on every layer."""
+    if not all(map(finite, tensors_of(batch))):
+        return "the batch itself"
+    for module in model.modules():  # a bad batch has spoilt its statistics, which training does not read
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not all(map(finite, module.buffers())):
+            module.reset_running_stats()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not finite(tensor):
+            return f"the weights, beginning with {name}"
+    if objective.teacher is not None and not finite(objective.teacher(images_of(batch)[0])):
+        return "the teacher's answers"
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        if not found and not all(map(finite, tensors_of(out))):
+            found.append(f"the activations of {name or 'the model'} ({type(module).__name__})")
+
+    with ExitStack() as hooks:
+        hooks.callback(model.zero_grad)
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(look, name)))
+        loss = objective(model, batch)["loss"]
+        if found:
+            return found[0]
+        if not finite(loss):
+            return "the loss itself, while every layer's activations are finite"
+        model.zero_grad()
+        loss.backward()
+        wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
+        return f"the gradient of {wrong[-1]}" if wrong else None
+
+
+def finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True

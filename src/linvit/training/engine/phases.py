@@ -57,7 +57,9 @@ def make_step(objective: Objective, model: nn.Module, config: Config, device: to
     if not compiles(config, device):
         return step
     by_blocks = config.compile in ("auto", "blocks")
-    modules = repeated_modules(objective, model) if by_blocks else []
+    models = [model] if objective.teacher is None else [model, objective.teacher.model]
+    modules = [module for each in models for module in objective.repeated(each)] if by_blocks else []
+    modules += [objective.distance] if modules and objective.distance is not None else []
     if len(modules) < 2:
         return torch.compile(step, mode="default" if by_blocks else config.compile)
     forwards = [(module, torch.compile(module.forward, dynamic=False)) for module in modules]
@@ -67,13 +69,6 @@ def make_step(objective: Objective, model: nn.Module, config: Config, device: to
             return objective(model, batch)
 
     return step_by_blocks
-
-
-def repeated_modules(objective: Objective, model: nn.Module) -> list[nn.Module]:
-    """What repeats in a step: in the model, in the teacher if there is one, and the distance between the two."""
-    models = [model] if objective.teacher is None else [model, objective.teacher.model]
-    found = [module for each in models for module in objective.repeated(each)]
-    return [*found, objective.distance] if found and objective.distance is not None else found
 
 
 @contextmanager

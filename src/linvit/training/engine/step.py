@@ -45,8 +45,8 @@ class Meters:
     """Sums over the steps since the last log line, and the flag that a loss was not finite. Reading them waits for the
     device; nothing else does."""
 
-    def __init__(self, processes: Processes) -> None:
-        self.processes = processes
+    def __init__(self, processes: Processes, config: Config) -> None:
+        self.processes, self.config = processes, config
         self.bad = torch.zeros((), device=processes.device)  # 1 from the first step whose loss is NaN or infinite
         self.good = torch.zeros((), device=processes.device)  # the step before which all were finite
         self.sums, self.norms = (torch.zeros((), device=processes.device) for _ in range(2))
@@ -58,7 +58,7 @@ class Meters:
     def begin(self) -> None:
         """Count from here, and let the clock run."""
         self.start_clock()
-        self.steps = self.parts = 0
+        self.steps = 0
         self.sums.zero_()
         self.norms.zero_()
 
@@ -76,12 +76,6 @@ class Meters:
         self.bad.copy_(torch.maximum(self.bad, (bad > 0).float()))
         self.good.add_(1 - self.bad)
 
-    def count(self, parts: int) -> None:
-        """A step of so many parts was taken."""
-        self.parts += parts
-        self.steps += 1
-        self.timed += 1
-
     def stop_clock(self) -> None:
         """What comes now, an evaluation or a checkpoint, is no training time; `begin` or `start_clock` ends it."""
         self.seconds += time.perf_counter() - self.began
@@ -91,17 +85,17 @@ class Meters:
 
     def read(self) -> tuple[dict[str, float], int | None]:
         """Means over the steps and all processes; and the first bad step, if there was one."""
-        means = self.processes.mean(self.sums) / self.parts
+        means = self.processes.mean(self.sums) / (self.steps * self.config.accumulate)
         others = torch.stack([self.norms / self.steps, self.bad, self.good])
         *values, norm, bad, good = torch.cat([means, others]).tolist()
         found = dict(zip(self.names, values, strict=True))
         return {**found, "gradient_norm": norm}, int(good) if bad else None
 
-    def images_per_second(self, batch_size: int) -> float | None:
+    def images_per_second(self) -> float | None:
         """Since the clock started; asked after `read`, when the device has caught up."""
         if not self.timed:
             return None
-        self.speeds.append(round(self.timed * batch_size / (time.perf_counter() - self.began), 1))
+        self.speeds.append(round(self.timed * self.config.batch_size / (time.perf_counter() - self.began), 1))
         return self.speeds[-1]
 
     @property
@@ -158,7 +152,8 @@ class Stepper:
         else:
             self.optimiser.zero_grad()
             self.work(step, islice(batches, self.config.accumulate))
-        self.meters.count(self.config.accumulate)
+        self.meters.steps += 1
+        self.meters.timed += 1
 
     def work(self, step: int, batches: Iterable[Batch]) -> None:
         """What a step does on the device, from its batches to the moved weights."""

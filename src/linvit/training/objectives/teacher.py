@@ -123,14 +123,14 @@ class Activations:
     def before(self, name: str, module: nn.Module, args: Any, named: dict[str, Any]) -> Call | None:
         if not self.recording:
             return None
-        self.calls[name] = (detached(args), detached(named))
+        self.calls[name] = map_tensors(Tensor.detach, (args, named))
         return self.calls[name] if self.cut else None
 
     def after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.recording:
             return None
         self.outputs[name] = first_tensor(output)
-        return detached(output) if self.cut else None
+        return map_tensors(Tensor.detach, output) if self.cut else None
 
     def record(self) -> None:
         self.recording = True
@@ -150,11 +150,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, tuple | list):
         return type(tree)(map_tensors(function, item) for item in tree)
     return {key: map_tensors(function, item) for key, item in tree.items()} if isinstance(tree, dict) else tree
-
-
-def detached(tree: Any) -> Any:
-    """Tensors, also inside containers, without their history."""
-    return map_tensors(Tensor.detach, tree)
 
 
 def first_tensor(output: Any) -> Tensor:
