@@ -20,7 +20,7 @@ from linvit.measurement.macs import evaluating
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Batch, BatchSource, Objective, Task
 from linvit.training.drop_path import RampedDropPath
-from linvit.training.objectives.teacher import logits_of
+from linvit.training.objectives.teacher import first_tensor, logits_of
 from linvit.training.processes import Processes
 
 PREFIX = "average."  # of the moving average's tensors in checkpoints
@@ -158,8 +158,7 @@ class Mesa(Callback, Objective):
 
     def see(self, model: nn.Module, args: Any, out: Any) -> None:
         """Keep the model's output, so that it need not run twice."""
-        out = getattr(out, "logits", out)
-        self.output = out[0] if isinstance(out, tuple | list) else out
+        self.output = first_tensor(getattr(out, "logits", out))
 
     def repeated(self, model: nn.Module) -> list[nn.Module]:
         return self.objective.repeated(model)

@@ -28,6 +28,7 @@ from linvit.errors import LinvitError
 from linvit.files import clear_temporary, temporary
 from linvit.training.callbacks import Callback, under
 from linvit.training.config import FREE, Config
+from linvit.training.logs import Watch
 from linvit.training.processes import Processes
 
 FORMAT = 1
@@ -35,7 +36,6 @@ KEPT = 2
 NAME = re.compile(r"step-(\d+)\.safetensors")
 BEST = "best.safetensors"
 Restored = tuple[dict[str, Tensor], dict[str, Any]]  # a checkpoint's tensors, and its state
-Watch = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,8 @@ class RunState:
     def offer(self, step: int, score: float, metrics: Mapping[str, float]) -> None:
         """Keep the shown weights if they are the best so far; a larger score is better."""
         if self.best is None or score > self.best[1]["score"]:
-            self.best = (
-                copy.deepcopy(self.shown.state_dict()),
-                {"step": step, "score": score, "metrics": dict(metrics)},
-            )
+            known = {"step": step, "score": score, "metrics": dict(metrics)}
+            self.best = (copy.deepcopy(self.shown.state_dict()), known)
             self.best_is_new = True
 
     def save_models(self) -> None:

@@ -13,23 +13,22 @@ def set_drop_path(model: nn.Module, rate: float, skip: int = 0, rule: str = "lin
     block to `rate` in the last (linear), is the same in all (constant), or grows evenly from the first block that is
     not skipped on, and with the training (ramped). False where the model has no place for it."""
     give_places(model)
-    owners = [(owner, names) for owner in model.modules() if (names := places(owner))]
-    for index, (owner, names) in enumerate(owners):
+    kinds = nn.Identity | DropPath | RampedDropPath  # what timm's blocks hold as their drop path
+    places: dict[nn.Module, list[str]] = {}
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if name.startswith("drop_path") and isinstance(child, kinds):
+                places.setdefault(owner, []).append(name)
+    for index, (owner, names) in enumerate(places.items()):
         own = rate
         if rule == "linear":
-            own = rate * index / max(1, len(owners) - 1)
+            own = rate * index / max(1, len(places) - 1)
         elif rule == "ramped":
-            own = rate * (index + 1 - skip) / max(1, len(owners) - skip)
+            own = rate * (index + 1 - skip) / max(1, len(places) - skip)
         for name in names:
             made = RampedDropPath(own) if rule == "ramped" else DropPath(own)
             setattr(owner, name, made if own and index >= skip else nn.Identity())
-    return bool(owners)
-
-
-def places(owner: nn.Module) -> list[str]:
-    """The names under which timm's blocks hold their drop path."""
-    found = nn.Identity | DropPath | RampedDropPath
-    return [n for n, child in owner.named_children() if n.startswith("drop_path") and isinstance(child, found)]
+    return bool(places)
 
 
 def give_places(model: nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ from linvit.errors import LinvitError
 from linvit.files import write
 
 LOG = "log.jsonl"
+Watch = Callable[[dict[str, Any]], None]
 
 
 class Log:
     """Records of a run: kind `train`, `eval` or `note`, with their step. `watch` hears each, for a screen. What a
     run logged after the step it resumes from is dropped, and so is a line that a crash left half written."""
 
-    def __init__(
-        self, folder: Path | None, watch: Callable[[dict[str, Any]], None] | None = None, after: int = -1
-    ) -> None:
+    def __init__(self, folder: Path | None, watch: Watch | None = None, after: int = -1) -> None:
         self.watch, self.file, self.board = watch, None, None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -33,8 +31,10 @@ class Log:
     def add(self, kind: str, step: int, values: Mapping[str, Any], shown: bool = True) -> None:
         record = {"kind": kind, "step": step, **values}
         if self.file is not None:
+            # NaN and infinity, a gradient's norm in half precision say, are null in JSON
+            text = json.dumps(json.loads(json.dumps(record), parse_constant=lambda name: None))
             try:
-                self.file.write(json.dumps(written(record)) + "\n")
+                self.file.write(f"{text}\n")
                 self.file.flush()
             except OSError as error:
                 raise LinvitError(f"cannot write {self.file.name}: {error.strerror}") from None
@@ -49,15 +49,6 @@ class Log:
         for writer in (self.file, self.board):
             if writer is not None:
                 writer.close()
-
-
-def written(value: Any) -> Any:
-    """As JSON has it: NaN and infinity, a gradient's norm in half precision say, are null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: written(item) for key, item in value.items()}
-    return [written(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tensorboard(folder: Path, after: int) -> Any:

@@ -209,9 +209,6 @@ class Muon(torch.optim.AdamW):
     with `found_inf` leaves everything as it was.
     """
 
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
-
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float = 0.95, **adamw: Any) -> None:
         self.momentum = momentum
         super().__init__(groups, **adamw)

@@ -20,7 +20,7 @@ from linvit.tasks.classify.geometry import CROP_COLUMNS, Boxes, resample
 from linvit.tasks.classify.mixing import ERASE_COLUMNS, NOISES, draw_erased, erase, mix, mixing_table
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of
 from linvit.tasks.classify.randaugment import RandAugment
-from linvit.training.engine.capture import Replayed
+from linvit.training.engine.phases import Replayed
 
 
 class Draws(NamedTuple):

@@ -25,9 +25,8 @@ from linvit.training.checkpoints import checksum
 from linvit.training.config import Config
 from linvit.training.contract import BatchSource, Task
 from linvit.training.drop_path import set_drop_path
-from linvit.training.engine.determinism import repeatable
 from linvit.training.engine.loop import Engine, Outcome, Output
-from linvit.training.engine.phases import Phase, compiles
+from linvit.training.engine.phases import Phase, compiles, repeatable
 from linvit.training.objectives.stages import make_phases
 from linvit.training.objectives.teacher import Teacher
 from linvit.training.optimisation import check_trainable

@@ -23,8 +23,7 @@ from linvit.training.callbacks import Position, make_callbacks
 from linvit.training.checkpoints import Output, Restored, RunState, all_finite, restore_optimiser
 from linvit.training.config import Config
 from linvit.training.contract import Batch, BatchSource, Objective, Task, images_of, tensors_of
-from linvit.training.engine.determinism import repeatable, without_cudnn_attention
-from linvit.training.engine.phases import Phase
+from linvit.training.engine.phases import Phase, repeatable, without_cudnn_attention
 from linvit.training.engine.step import Meters, Stepper
 from linvit.training.logs import Log
 from linvit.training.optimisation import stage_schedule
@@ -49,9 +48,6 @@ class Diverged(LinvitError):
 class Engine:
     """Trains one model through its phases. The task says how good a model is, callbacks do what only some recipes
     need."""
-
-    log: Log
-    stepper: Stepper
 
     def __init__(
         self,

@@ -21,9 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Batch
-from linvit.training.engine.capture import Capture, captures
-from linvit.training.engine.determinism import strictly
-from linvit.training.engine.phases import Step
+from linvit.training.engine.phases import Capture, Step, captures, strictly
 from linvit.training.optimisation import clip, make_optimiser, select_trainable
 from linvit.training.processes import Processes
 
@@ -107,8 +105,6 @@ class Meters:
 class Stepper:
     """Takes the steps of a run, stage by stage. `note` hears what a user should know."""
 
-    optimiser: torch.optim.Optimizer
-    capture: Capture
     compute: Step
 
     def __init__(

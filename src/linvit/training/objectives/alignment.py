@@ -29,15 +29,7 @@ from linvit.measurement.macs import evaluating
 from linvit.training.config import CHOICES
 from linvit.training.contract import Batch, Objective, blocks_around_hosts, images_of
 from linvit.training.objectives.distillation import Compared, Distance, divergence
-from linvit.training.objectives.teacher import (
-    Activations,
-    Call,
-    Teacher,
-    check_teacher,
-    first_tensor,
-    logits_of,
-    map_tensors,
-)
+from linvit.training.objectives.teacher import Activations, Teacher, check_teacher, first_tensor, logits_of, map_tensors
 
 
 def hosts_to_align(teacher: nn.Module, student: nn.Module) -> list[str]:
@@ -85,7 +77,7 @@ class Layers:
             self.model(image.to(next(self.model.parameters()).dtype))
         self.grids[tuple(image.shape[-2:])] = found
 
-    def call(self, name: str, call: Call, images: Tensor) -> Tensor:
+    def call(self, name: str, call: tuple[Any, Any], images: Tensor) -> Tensor:
         """One layer's output for these arguments."""
         module = self.modules[name]
         if isinstance(module, Host) and module.grids is not None:
@@ -129,13 +121,9 @@ class AttentionAlignment(Objective):
             model(images)
             calls, ours = activations.take()
             with torch.no_grad(), self.teacher.arithmetic(images):
-                wanted = {name: self.answer(name, calls[name], images) for name in self.names}
+                calls = map_tensors(lambda t: t.to(self.teacher.dtype) if t.is_floating_point() else t, calls)
+                wanted = {name: self.originals.call(name, calls[name], images) for name in self.names}
         return {name: self.distance(ours[name], wanted[name].detach()) for name in self.names}
-
-    def answer(self, name: str, call: Call, images: Tensor) -> Tensor:
-        """The original's output for what the student's layer saw."""
-        args, named = map_tensors(lambda t: t.to(self.teacher.dtype) if t.is_floating_point() else t, call)
-        return self.originals.call(name, (args, named), images)
 
 
 class FeatureAlignment(Compared):

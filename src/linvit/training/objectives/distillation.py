@@ -136,12 +136,12 @@ class Distillation(Compared):
         output, wanted, errors = self.ask(model, images)
         logits, heard = self.heads(output)
         check_logits(heard, wanted)
-        labels = self.supervised.measure(logits, targets) if self.labelled else None
         taught = self.compare(heard, wanted)
         if self.weight == 1 and heard is not logits:  # the other head has nobody else to learn from
             taught = (taught + self.compare(logits, wanted)) / 2
         entries = {"distillation": taught.detach()}
-        if labels is not None:
+        if self.labelled:
+            labels = self.supervised.measure(logits, targets)
             loss = (1 - self.weight) * labels + self.weight * taught
             entries = {"accuracy": accuracy(logits, targets), "labels": labels.detach(), **entries}
         else:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -161,25 +160,23 @@ class LeastSquares:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
             self.stream[before] = args[0]
 
+        def fit(module: nn.Module, args: Any, output: Any) -> Any:
+            """Solve the map that gave this output, and give the output of the new one. What a module adds after its map
+            stays as it is."""
+            target = self.wanted[wanted]
+            if before:
+                target = (target - self.stream.pop(before)) / scale
+            rows, gave = self.given.pop(linear)
+            out = first_tensor(output)
+            goal = gave + (target.to(out.dtype) - out).reshape(gave.shape)
+            solve(linear, rows.flatten(0, -2), goal.flatten(0, -2), self.ridge)
+            moved = out + (nn.functional.linear(rows, linear.weight, linear.bias) - gave).reshape(out.shape)
+            return moved if isinstance(output, Tensor) else (moved, *output[1:])
+
         self.hooks.enter_context(linear.register_forward_hook(see))
-        self.hooks.enter_context(module.register_forward_hook(partial(self.fit, linear, wanted, before, scale)))
+        self.hooks.enter_context(module.register_forward_hook(fit))
         if before:
             self.hooks.enter_context(self.student.get_submodule(before).register_forward_pre_hook(note))
-
-    def fit(
-        self, linear: nn.Linear, wanted: str, before: str, scale: Any, module: nn.Module, args: Any, output: Any
-    ) -> Any:
-        """Solve the map that gave this output, and give the output of the new one. What a module adds after its map
-        stays as it is."""
-        target = self.wanted[wanted]
-        if before:
-            target = (target - self.stream.pop(before)) / scale
-        rows, gave = self.given.pop(linear)
-        out = first_tensor(output)
-        goal = gave + (target.to(out.dtype) - out).reshape(gave.shape)
-        solve(linear, rows.flatten(0, -2), goal.flatten(0, -2), self.ridge)
-        moved = out + (nn.functional.linear(rows, linear.weight, linear.bias) - gave).reshape(out.shape)
-        return moved if isinstance(output, Tensor) else (moved, *output[1:])
 
 
 def solve(linear: nn.Linear, rows: Tensor, goal: Tensor, ridge: float) -> None:

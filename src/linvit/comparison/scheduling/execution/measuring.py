@@ -36,7 +36,7 @@ from linvit.errors import LinvitError
 from linvit.measurement import clock
 from linvit.measurement.model_speed import inference_call, training_call
 from linvit.measurement.record import environment
-from linvit.training.engine.capture import recording
+from linvit.training.engine.phases import recording
 
 BUDGETS = {"cpu": 0.4, "cuda": 0.15}  # seconds for each point and model
 SLOW, SLOW_BATCH = 5.0, 3.0  # a pass that is likely to take more seconds is left out
