@@ -23,9 +23,6 @@ from linvit.training.drop_path import RampedDropPath
 from linvit.training.objectives.teacher import first_tensor, logits_of
 from linvit.training.processes import Processes
 
-PREFIX = "average."  # of the moving average's tensors in checkpoints
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 
 @dataclass
 class Position:
@@ -131,10 +128,10 @@ class Average(Callback):
         self.update(at.step - at.start)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f"{PREFIX}{name}": tensor for name, tensor in self.model.state_dict().items()}
+        return {f"average.{name}": tensor for name, tensor in self.model.state_dict().items()}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(under(PREFIX, tensors))
+        self.model.load_state_dict(under("average.", tensors))
 
 
 class Mesa(Callback, Objective):
@@ -273,7 +270,7 @@ class BatchNormStatistics(Callback):
 
     @torch.no_grad()
     def before_evaluation(self, model: nn.Module) -> None:
-        norms = [module for module in model.modules() if isinstance(module, NORMS) and module.track_running_stats]
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
         if not norms:
             return
         momenta = [norm.momentum for norm in norms]

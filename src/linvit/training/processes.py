@@ -66,10 +66,7 @@ class Processes:
 
     def broadcast_object(self, value: Any) -> Any:
         """What the first process has."""
-        held = [value]
-        if self.world > 1:
-            dist.broadcast_object_list(held, device=self.device)
-        return held[0]
+        return self.gather_objects(value)[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What each process has, in their order."""

@@ -209,10 +209,9 @@ class Engine:
         if bad is not None:
             self.stop_diverged(bad, objective)
         self.meters.stop_clock()
-        speed = self.meters.images_per_second()
         self.before = f"before, the loss was {values['loss']:.3g}, the gradient's norm {values['gradient_norm']:.3g}; "
         record: dict[str, Any] = {"stage": at.stage.name, **self.so_far(), **values, "lr": lr}
-        record |= {"images_per_second": speed, "steps": self.steps}
+        record |= {"images_per_second": self.meters.images_per_second(), "steps": self.steps}
         for callback in self.callbacks:
             record |= callback.log(self.step)
         self.log.add("train", self.step, record)

@@ -35,8 +35,7 @@ from linvit.training.objectives.teacher import Activations, Teacher, check_teach
 def hosts_to_align(teacher: nn.Module, student: nn.Module) -> list[str]:
     """The attention layers in which the student differs from its teacher, by name; all of them if it differs in none,
     as an original does that is trained beside its conversions. The two must be one architecture."""
-    theirs = dict(find_hosts(teacher))
-    ours = dict(find_hosts(student))
+    theirs, ours = dict(find_hosts(teacher)), dict(find_hosts(student))
     if not ours or ours.keys() != theirs.keys():
         odd = sorted(ours.keys() ^ theirs.keys())
         which = f"'{odd[0]}' is not in both" if odd else "there are none"
@@ -50,8 +49,7 @@ class Layers:
     model; it is noted in one pass of the model for each image size."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.model = model
-        self.modules = {name: model.get_submodule(name) for name in names}
+        self.model, self.modules = model, {name: model.get_submodule(name) for name in names}
         self.grids: dict[tuple[int, ...], dict[str, TokenGrid | None]] = {}
         self.looks_up = any(isinstance(m, Host) and m.grids is not None for m in self.modules.values())
         embed: Any = getattr(model, "patch_embed", None)
