@@ -13,7 +13,7 @@ import torch
 from linvit import load, save
 from linvit.files import locked
 from linvit.tasks.classify import fitting
-from linvit.training.engine.loop import Engine
+from linvit.training.engine.step import Stepper
 from tests.cli.conftest import Outcome
 from tests.cli.training import DEIT, MODEL, SMALL, Linvit, broken, folder_of
 
@@ -134,7 +134,7 @@ def test_stopped_by_hand(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.Mon
     def stopped(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "take_step", stopped)
+    monkeypatch.setattr(Stepper, "take", stopped)
     found = linvit("train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path / "run"))
     assert found.code == 130 and f"the same command with --resume goes on with {tmp_path / 'run'}" in found.err
 

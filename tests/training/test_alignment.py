@@ -20,8 +20,7 @@ from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 from linvit.tasks.classify.resident import Resident, decode
 from linvit.training.contract import Objective
 from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
-from linvit.training.objectives.distillation import Distillation, relative_error
-from linvit.training.objectives.supervised import Supervised
+from linvit.training.objectives.distillation import Distillation, Supervised, relative_error
 from linvit.training.objectives.teacher import Teacher
 from tests.conversion.families import FAMILIES, permitting
 

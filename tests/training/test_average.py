@@ -12,8 +12,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.training.callbacks.average import Average
-from linvit.training.callbacks.batch_norm import BatchNormStatistics
+from linvit.training.callbacks import Average, BatchNormStatistics
 from linvit.training.config import Config
 from linvit.training.contract import Task
 from linvit.training.processes import Processes

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import linvit
 from linvit.errors import LinvitError
-from linvit.training.callbacks.masks import Masks
-from linvit.training.checkpoints.files import read, write
+from linvit.training.callbacks import Masks
+from linvit.training.checkpoints import read, write
 from linvit.training.config import Stage
-from linvit.training.engine.diagnosis import Diverged
+from linvit.training.engine.loop import Diverged
+from linvit.training.engine.step import Stepper
 from linvit.training.logs import LOG, read_log
 from tests.training.toys import callback, cross_entropy, engine, same, small_model, train, weights
 
@@ -204,9 +205,9 @@ def test_every_step_of_the_masks_is_logged_after_a_resume(tmp_path: Path) -> Non
     assert steps == list(range(1, len(steps) + 1)) and len(steps) == 12
 
 
-def test_weights_that_are_nan_are_no_checkpoint(tmp_path: Path) -> None:
+def test_weights_that_are_nan_are_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(small_model(), tmp_path, checkpoint_seconds=0, epochs=1)
-    take = made.take_step
+    take = Stepper.take
 
     def poison(*args: Any) -> None:
         take(*args)
@@ -214,7 +215,7 @@ def test_weights_that_are_nan_are_no_checkpoint(tmp_path: Path) -> None:
             with torch.no_grad():
                 made.model.blocks[0].attn.qkv.bias[0] = torch.nan
 
-    made.take_step = poison  # type: ignore[method-assign]
+    monkeypatch.setattr(Stepper, "take", poison)
     with pytest.raises(Diverged, match=r"in step 4: it began in the weights, beginning with blocks.0.attn.qkv.bias"):
         made.run()
     assert not (tmp_path / "checkpoints" / "step-00000004.safetensors").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linvit.training.engine.diagnosis import Diverged
+from linvit.training.engine.loop import Diverged
 from linvit.training.logs import read_log
 from linvit.training.objectives.distillation import Distillation
 from linvit.training.objectives.teacher import Teacher

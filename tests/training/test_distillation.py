@@ -16,11 +16,9 @@ import linvit
 from linvit.conversion.saving import note
 from linvit.errors import LinvitError
 from linvit.training.config import Config
-from linvit.training.objectives.activations import Activations
-from linvit.training.objectives.distillation import Distillation, best_map, divergence, feature_error
+from linvit.training.objectives.distillation import Distance, Distillation, Supervised, best_map, divergence
 from linvit.training.objectives.stages import make_phases
-from linvit.training.objectives.supervised import Supervised
-from linvit.training.objectives.teacher import Teacher, check_teacher, open_teacher
+from linvit.training.objectives.teacher import Activations, Teacher, check_teacher, open_teacher
 from tests.training.toys import small_model
 
 TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2, "num_classes": 5}
@@ -113,9 +111,9 @@ def test_features_of_another_width_are_mapped_first() -> None:
     torch.manual_seed(0)
     ours, matrix = torch.randn(6, 40, 12), torch.randn(12, 20)
     torch.testing.assert_close(best_map(ours.flatten(0, 1), (ours @ matrix).flatten(0, 1)), matrix, rtol=0, atol=0.01)
-    assert feature_error(ours, ours @ matrix) < 1e-4
+    assert Distance()(ours, ours @ matrix) < 1e-4
     picture = torch.randn(2, 12, 5, 5)
-    assert feature_error(picture, torch.einsum("nchw,cd->ndhw", picture, matrix)) < 1e-4
+    assert Distance()(picture, torch.einsum("nchw,cd->ndhw", picture, matrix)) < 1e-4
 
 
 def test_it_compiles_as_one_graph() -> None:
@@ -139,7 +137,7 @@ def test_hooks_are_idle_and_can_be_taken_off() -> None:
     activations.record()
     model(IMAGES)
     assert list(activations.take()[1]) == ["blocks.0"]
-    activations.close()
+    activations.hooks.close()
     assert not model.blocks[0]._forward_hooks and not model.blocks[0]._forward_pre_hooks
 
 

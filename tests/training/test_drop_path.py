@@ -9,9 +9,9 @@ from timm.layers import DropPath
 from timm.models.efficientvit_mit import ResidualBlock
 from torch import nn
 
-from linvit.training.callbacks.callback import Position
-from linvit.training.callbacks.drop_path import DropPathProgress, RampedDropPath, set_drop_path
+from linvit.training.callbacks import DropPathProgress, Position
 from linvit.training.config import Stage
+from linvit.training.drop_path import RampedDropPath, set_drop_path
 from tests.training.toys import cross_entropy, small_model, train
 
 

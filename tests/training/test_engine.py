@@ -18,13 +18,12 @@ import linvit
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Objective, Task
-from linvit.training.engine.diagnosis import find_bad_layer
-from linvit.training.engine.loop import Engine, Output
+from linvit.training.engine.loop import Engine, Output, find_bad_layer
 from linvit.training.engine.phases import Phase
 from linvit.training.logs import Log, read_log
 from linvit.training.objectives.alignment import AttentionAlignment
 from linvit.training.objectives.teacher import Teacher
-from linvit.training.optimisation.optimiser import make_optimiser
+from linvit.training.optimisation import make_optimiser
 from linvit.training.processes import make_processes
 from tests.training.toys import PLAIN, Plain, ToySource, accuracy, cross_entropy, same, small_model, train, weights
 
@@ -180,14 +179,14 @@ def test_a_failed_step_leaves_nobody_recording() -> None:
     objective = AttentionAlignment(Teacher(original), student, inputs="student")
 
     def failing(model: nn.Module, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        objective.activations.record()
+        objective.activations[0].record()
         raise RuntimeError("out of memory")
 
     made = Plain(failing)
     made.reset = objective.reset  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="out of memory"):
         train(student, objective=made)
-    assert not objective.activations.recording
+    assert not objective.activations[0].recording
     before = weights(student)
     train(student)
     assert not torch.equal(student.blocks[0].attn.qkv.weight, before["blocks.0.attn.qkv.weight"])

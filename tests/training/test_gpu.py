@@ -12,10 +12,8 @@ from torch.nn import functional as F
 
 import linvit
 from linvit.training.config import Config
-from linvit.training.engine.determinism import without_cudnn_attention
-from linvit.training.engine.diagnosis import Diverged
-from linvit.training.engine.loop import Engine, Output
-from linvit.training.engine.phases import Phase
+from linvit.training.engine.loop import Diverged, Engine, Output
+from linvit.training.engine.phases import Phase, without_cudnn_attention
 from linvit.training.processes import make_processes
 from tests.training.toys import PLAIN, Plain, ToySource, same, small_model, weights
 
@@ -142,7 +140,7 @@ def test_a_step_that_asks_the_host_runs_unrecorded() -> None:
 def test_recorded_augmentation_is_the_augmentation(recipe: str) -> None:
     from linvit.tasks.classify.augmenting import Augmenter, Order, mixing_table
     from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
-    from linvit.training.engine.capture import Replayed
+    from linvit.training.engine.phases import Replayed
     from linvit.training.recipes import recipe as named
 
     place = torch.device("cuda")

@@ -8,8 +8,7 @@ import torch
 
 import linvit
 from linvit.attention.castling import Castling
-from linvit.training.callbacks.callback import Position
-from linvit.training.callbacks.masks import Masks
+from linvit.training.callbacks import Masks, Position
 from linvit.training.config import Stage
 from linvit.training.logs import read_log
 from tests.training.toys import callback, engine, same, small_model, train, weights

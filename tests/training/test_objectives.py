@@ -13,9 +13,8 @@ from linvit.errors import LinvitError
 from linvit.training.config import Config, override
 from linvit.training.engine.loop import Engine, Output
 from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment
-from linvit.training.objectives.distillation import Distillation
+from linvit.training.objectives.distillation import Distillation, Supervised
 from linvit.training.objectives.stages import make_phases
-from linvit.training.objectives.supervised import Supervised
 from linvit.training.processes import make_processes
 from linvit.training.recipes import recipe
 from tests.training.toys import Measured, ToySource, accuracy, same, small_model, weights

@@ -12,9 +12,16 @@ import linvit
 from linvit.conversion.saving import note
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage, override
-from linvit.training.optimisation.muon import Muon, matrices_in
-from linvit.training.optimisation.optimiser import check_trainable, clip, make_optimiser, select_trainable
-from linvit.training.optimisation.schedule import Schedule, stage_schedule
+from linvit.training.optimisation import (
+    Muon,
+    Schedule,
+    check_trainable,
+    clip,
+    make_optimiser,
+    matrices_in,
+    select_trainable,
+    stage_schedule,
+)
 from linvit.training.recipes import recipe
 from tests.training.toys import engine, small_model
 

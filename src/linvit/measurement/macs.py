@@ -157,3 +157,15 @@ def size_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Size:
     grid = given.get("grid") or TokenGrid.line(q.shape[2])
     key_grid = given.get("key_grid") or (grid if k.shape[2] == q.shape[2] else TokenGrid.line(k.shape[2]))
     return Size(q.shape[0], q.shape[1], q.shape[3], given["v"].shape[3], grid, key_grid)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, every module back in its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

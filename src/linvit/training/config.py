@@ -25,24 +25,25 @@ CHOICES = {
     "train_interpolation": ("model", "random", "bilinear", "bicubic"),
     "precision": ("fp32", "bf16", "fp16"),
     "compile": ("auto", "off", "blocks", "default", "reduce-overhead", "max-autotune"),
+    "objective": ("alignment", "features", "supervised"),
+    "inputs": ("teacher", "student"),
 }
-POSITIVE = (
-    *("lr", "lr_batch", "muon_lr", "added_lr", "eps", "epochs", "batch_size", "repeats", "accumulate", "eval_epochs"),
-    *("log_steps", "temperature", "test_crop", "size", "random_sizes"),
-)
+POSITIVE = "lr lr_batch muon_lr added_lr eps epochs batch_size repeats accumulate eval_epochs log_steps temperature"
 NOT_NEGATIVE = (
-    *("warmup_epochs", "cooldown_epochs", "weight_decay", "min_lr", "warmup_lr", "clip_norm", "clip_value"),
-    *("clip_agc", "ema_ramp", "colour_jitter", "mixup", "cutmix", "drop_path_skip", "mesa", "bn_images"),
-    "checkpoint_seconds",
+    "warmup_epochs cooldown_epochs weight_decay min_lr warmup_lr clip_norm clip_value clip_agc ema_ramp colour_jitter "
+    "mixup cutmix drop_path_skip mesa bn_images checkpoint_seconds logits fit features"
 )
-SHARES = (
-    *("flip", "erasing", "mixup_prob", "mixup_switch", "label_smoothing", "distillation_weight", "drop_path"),
-    *("mesa_start", "sparse_anneal"),
-)
+SHARES = "flip erasing mixup_prob mixup_switch label_smoothing distillation_weight drop_path mesa_start sparse_anneal"
+NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {  # what they must be: which, and whether one is
+    "above 0": (f"{POSITIVE} test_crop size random_sizes", lambda value: 0 < value < math.inf),
+    "0 or more": (NOT_NEGATIVE, lambda value: 0 <= value < math.inf),
+    "between 0 and 1": (SHARES, lambda value: 0 <= value <= 1),
+    "0 or more and below 1": ("betas momentum", lambda value: 0 <= value < 1),
+    "0 or more and below 2³¹": ("seed", lambda value: 0 <= value < 2**31),
+    "above 0 and at most 1": ("crop_scale", lambda value: 0 < value <= 1),
+}
 RETIRED = ("sparse_empty",)  # fields of earlier results that no longer mean anything
 FREE = ("log_steps", "checkpoint_seconds")  # settings that a resumed run may change
-OBJECTIVES = ("alignment", "features", "supervised")
-INPUTS = ("teacher", "student")
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,9 @@ class Stage:
     features: float = 0  # of supervised: weight of the distance between the blocks' outputs, beside the distillation
 
     def __post_init__(self) -> None:
-        check("objective", self.objective, OBJECTIVES)
-        check("kind of inputs", self.inputs, INPUTS)
-        check_pattern("trainable", self.trainable)
-        check_numbers(self, ("lr",), "above 0", lambda value: 0 < value < math.inf)
-        check_numbers(self, ("logits", "fit", "features"), "0 or more", lambda value: 0 <= value < math.inf)
         if not 0 < self.epochs < math.inf:
             raise LinvitError(f"stage {self.name} has {self.epochs} epochs: it needs some, or leave the stage out")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,7 @@ class Config:
     min_lr: float = 1e-5
     cooldown_epochs: float = 0  # at min_lr, after the rest
     weight_decay: float = 0.05
-    no_decay: str = (
-        "vectors"  # what has none: 1-D parameters and the model's own list, names with norm or bias, nothing
-    )
+    no_decay: str = "vectors"  # what has none: these and the model's own list, names with norm or bias, nothing
     clip_norm: float | None = None
     clip_value: float | None = None
     clip_agc: float | None = None
@@ -108,9 +103,7 @@ class Config:
     batch_size: int = 1024  # images a step, over all processes and accumulated parts
     accumulate: int = 1
     precision: str = "bf16"
-    compile: str = (
-        "auto"  # block by block, or the whole step in one of the compiler's modes; auto: blocks, on CUDA only
-    )
+    compile: str = "auto"  # by blocks, or the whole step in one of the compiler's modes; auto: blocks, on CUDA only
     cuda_graph: bool = True  # on one CUDA device, a step is recorded once and started by a single call
     deterministic: bool = True  # a resumed run equals an uninterrupted one bit for bit; false may be faster
 
@@ -142,7 +135,6 @@ class Config:
     temperature: float = 1.0
     mesa: float = 0  # weight of the loss against the moving average of the weights
     mesa_start: float = 0.25  # share of the training after the warm-up before it
-
     sparse_anneal: float = 0.2  # the last part of the training, over which Castling's softmax branch goes to nothing
 
     # Evaluation, log and checkpoints.
@@ -152,15 +144,7 @@ class Config:
     checkpoint_seconds: float = 60  # at least this between two; 0: at every step
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            check(name.replace("_", " "), getattr(self, name), known)
-        check_pattern("muon", self.muon)
-        check_numbers(self, POSITIVE, "above 0", lambda value: 0 < value < math.inf)
-        check_numbers(self, NOT_NEGATIVE, "0 or more", lambda value: 0 <= value < math.inf)
-        check_numbers(self, SHARES, "between 0 and 1", lambda value: 0 <= value <= 1)
-        check_numbers(self, ("betas", "momentum"), "0 or more and below 1", lambda value: 0 <= value < 1)
-        check_numbers(self, ("seed",), "0 or more and below 2³¹", lambda value: 0 <= value < 2**31)
-        check_numbers(self, ("crop_scale",), "above 0 and at most 1", lambda value: 0 < value <= 1)
+        check_fields(self)
         if self.crop_scale[0] > self.crop_scale[1]:
             raise LinvitError(f"crop_scale={self.crop_scale[0]},{self.crop_scale[1]}: the smaller share comes first")
         if self.ema is not None and not 0 <= self.ema < 1:
@@ -204,26 +188,23 @@ class Config:
         return codec.from_plain(cls, {k: v for k, v in data.items() if k not in RETIRED}, "the recipe")
 
 
-def check(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise unknown(what, value, known)
-
-
-def check_numbers(owner: Any, names: Iterable[str], wanted: str, good: Callable[[float], bool]) -> None:
-    """Whether these fields are numbers of this kind, where they are set."""
-    for name in names:
-        value = getattr(owner, name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and not good(number):
-                where = f"stages.{owner.name}." if isinstance(owner, Stage) else ""
-                raise LinvitError(f"{where}{name}={number}: it must be {wanted}")
-
-
-def check_pattern(what: str, value: str) -> None:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise LinvitError(f"{what} '{value}' is no regular expression: {error}") from None
+def check_fields(owner: Config | Stage) -> None:
+    """Whether words are known, regular expressions can be read and numbers, where they are set, are of their kind."""
+    for name, known in CHOICES.items():
+        if getattr(owner, name, known[0]) not in known:
+            raise unknown(name.replace("_", " "), getattr(owner, name), known)
+    for name in ("trainable", "muon"):
+        try:
+            re.compile(getattr(owner, name, ""))
+        except re.error as error:
+            raise LinvitError(f"{name} '{getattr(owner, name)}' is no regular expression: {error}") from None
+    where = f"stages.{owner.name}." if isinstance(owner, Stage) else ""
+    for wanted, (names, good) in NUMBERS.items():
+        for name in names.split():
+            value = getattr(owner, name, None)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not good(number):
+                    raise LinvitError(f"{where}{name}={number}: it must be {wanted}")
 
 
 def override(config: Config, settings: Iterable[str]) -> Config:
@@ -233,8 +214,7 @@ def override(config: Config, settings: Iterable[str]) -> Config:
     stages = {stage.name: stage for stage in config.stages}
     left_out: set[str] = set()
     for setting in settings:
-        name, equals, text = setting.partition("=")
-        name = name.strip()
+        name, equals, text = (part.strip() for part in setting.partition("="))
         if not equals:
             raise LinvitError(f"--set takes field=value, got '{setting}'")
         if name.startswith("stages."):
@@ -263,9 +243,9 @@ def override(config: Config, settings: Iterable[str]) -> Config:
     return replace(config, **changes, stages=chosen)
 
 
-def read(owner: type[Config] | type[Stage], name: str, text: str) -> Any:
+def read(owner: type, name: str, text: str) -> Any:
     """A field's value from text."""
-    kinds = codec.hints(owner)  # type: ignore[arg-type]
+    kinds = codec.hints(owner)
     if name not in kinds:
         raise unknown("setting", name, kinds)
     return codec.parse(text, kinds[name], name)

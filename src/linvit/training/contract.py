@@ -6,7 +6,7 @@ its tensors; only the objective and the task know what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.utils import _pytree as trees
 from linvit.conversion.convert import find_hosts
 
 if TYPE_CHECKING:
-    from linvit.training.objectives.teacher import Teacher
+    from linvit.training.objectives.teacher import Activations, Teacher
 
 Batch = Any
 
@@ -46,6 +46,9 @@ class Objective:
     distance: nn.Module | None = None
     """What measures how far activations are apart. It is compiled with the blocks, for it reads them several times."""
 
+    activations: Sequence[Activations] = ()
+    """What it records inside the models."""
+
     variant: Hashable = None
     """Steps of different variants do different work, and are recorded one by one."""
 
@@ -59,9 +62,13 @@ class Objective:
 
     def reset(self) -> None:
         """Forget a step that was not finished."""
+        for recorded in self.activations:
+            recorded.take()
 
     def close(self) -> None:
         """Take the hooks off the models."""
+        for recorded in self.activations:
+            recorded.hooks.close()
 
 
 class Task:
@@ -82,7 +89,8 @@ class Task:
 
     def resize(self, batch: Batch, size: int) -> Batch:
         """The batch with its images at another size. A task whose boxes or masks follow the image says how."""
-        resized = {id(image): at_size(image, size) for image in images_of(batch)}
+        others = {id(image): image for image in images_of(batch) if image.shape[-1] != size}
+        resized = {name: F.interpolate(image, size, mode="bicubic", antialias=True) for name, image in others.items()}
         return trees.tree_map(lambda leaf: resized.get(id(leaf), leaf), batch)
 
 
@@ -94,10 +102,6 @@ def images_of(batch: Batch) -> list[Tensor]:
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors in a tree."""
     return [leaf for leaf in trees.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def at_size(images: Tensor, size: int) -> Tensor:
-    return images if images.shape[-1] == size else F.interpolate(images, size, mode="bicubic", antialias=True)
 
 
 def blocks_around_hosts(model: nn.Module) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,30 @@ from linvit.errors import LinvitError
 from linvit.files import write
 
 LOG = "log.jsonl"
+Watch = Callable[[dict[str, Any]], None]
 
 
 class Log:
-    """Records of a run: kind `train`, `eval` or `note`, with their step. `watch` is called with each, for a screen."""
+    """Records of a run: kind `train`, `eval` or `note`, with their step. `watch` hears each, for a screen. What a
+    run logged after the step it resumes from is dropped, and so is a line that a crash left half written."""
 
-    def __init__(
-        self, folder: Path | None, watch: Callable[[dict[str, Any]], None] | None = None, after: int = -1
-    ) -> None:
-        self.folder, self.watch = folder, watch
-        self.board: Any = None
-        self.file = None
+    def __init__(self, folder: Path | None, watch: Watch | None = None, after: int = -1) -> None:
+        self.watch, self.file, self.board = watch, None, None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            if (folder / LOG).exists():
+                kept = [record for record in read_log(folder) if record["step"] <= after]
+                write(folder / LOG, "".join(json.dumps(record) + "\n" for record in kept))
             self.file = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115
             self.board = tensorboard(folder, after)
 
     def add(self, kind: str, step: int, values: Mapping[str, Any], shown: bool = True) -> None:
         record = {"kind": kind, "step": step, **values}
         if self.file is not None:
+            # NaN and infinity, a gradient's norm in half precision say, are null in JSON
+            text = json.dumps(json.loads(json.dumps(record), parse_constant=lambda name: None))
             try:
-                self.file.write(json.dumps(written(record)) + "\n")
+                self.file.write(f"{text}\n")
                 self.file.flush()
             except OSError as error:
                 raise LinvitError(f"cannot write {self.file.name}: {error.strerror}") from None
@@ -49,15 +51,6 @@ class Log:
                 writer.close()
 
 
-def written(value: Any) -> Any:
-    """As JSON has it: NaN and infinity, a gradient's norm in half precision say, are null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: written(item) for key, item in value.items()}
-    return [written(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def tensorboard(folder: Path, after: int) -> Any:
     """TensorBoard's writer, which drops what was drawn after a step; None where the package is not installed."""
     try:
@@ -67,24 +60,11 @@ def tensorboard(folder: Path, after: int) -> Any:
     return SummaryWriter(folder / "tensorboard", purge_step=after + 1)
 
 
-def cut_log(folder: Path, step: int) -> None:
-    """Drop what a run logged after the step it resumes from, and a line that a crash left half written."""
-    path = folder / LOG
-    if not path.exists():
-        return
-    kept = [record for record in lines(path) if record["step"] <= step]
-    write(path, "".join(json.dumps(record) + "\n" for record in kept))
-
-
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run."""
+    """All records of a run, without lines that are none."""
     path = folder / LOG
     if not path.is_file():
         raise LinvitError(f"{folder} holds no {LOG}: give the folder of a training run")
-    return lines(path)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -18,7 +18,6 @@ from torch import distributed as dist
 
 from linvit.errors import LinvitError
 from linvit.training.config import Config
-from linvit.training.engine.determinism import prepare_cublas
 
 LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,9 +34,8 @@ class Processes:
             raise LinvitError("precision=fp16 needs a GPU: set precision=bf16 or fp32")
         found = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else None
         kind = found.type if found is not None else device.replace("auto", "cpu")
-        self.rank, self.world = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
-        )
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.first = self.rank == 0  # whether this is the process that writes files and talks to the user
         self.device = torch.device(kind)
         if self.world > 1:
             if kind == "cuda":
@@ -47,11 +45,6 @@ class Processes:
                 dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         self.precision = LOWERED.get(precision)
         self.scaler = torch.amp.GradScaler(kind) if precision == "fp16" else None
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the process that writes files and talks to the user."""
-        return self.rank == 0
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Compute in the run's precision inside."""
@@ -73,10 +66,7 @@ class Processes:
 
     def broadcast_object(self, value: Any) -> Any:
         """What the first process has."""
-        held = [value]
-        if self.world > 1:
-            dist.broadcast_object_list(held, device=self.device)
-        return held[0]
+        return self.gather_objects(value)[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What each process has, in their order."""
@@ -93,8 +83,8 @@ class Processes:
 
 def make_processes(config: Config, device: str = "auto") -> Processes:
     """The processes of a run by this config."""
-    if config.deterministic:
-        prepare_cublas()
+    if config.deterministic:  # cuBLAS reads it when it starts, so it is set before the first use of a device
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     processes = Processes(device, config.precision)
     if config.batch_size % (processes.world * config.accumulate):
         raise LinvitError(

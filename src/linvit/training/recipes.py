@@ -33,19 +33,8 @@ def deit(model: str = "") -> Config:
     There the average of the weights is kept beside the weights, which are what is evaluated; here it is what is
     evaluated and saved, so its decay has a ramp that lets it follow short trainings.
     """
-    return Config(
-        recipe="deit",
-        lr_batch=512,
-        drop_path=0.1,
-        label_smoothing=0.1,
-        mixup=0.8,
-        cutmix=1.0,
-        erasing=0.25,
-        randaugment=RANDAUGMENT,
-        colour_jitter=0.4,
-        repeats=3,
-        ema=0.99996,
-    )
+    config = Config("deit", lr_batch=512, drop_path=0.1, label_smoothing=0.1, mixup=0.8, cutmix=1.0, erasing=0.25)
+    return replace(config, randaugment=RANDAUGMENT, colour_jitter=0.4, repeats=3, ema=0.99996)
 
 
 def mixa(model: str = "") -> Config:
@@ -57,26 +46,11 @@ def mixa(model: str = "") -> Config:
     RandAugment and drop path, and its label smoothing where there is mixup.
     """
     name = model.lower()
-    small = "deit" in name and "tiny" in name
     batch = (384 if "tiny" in name else 256) if "swin" in name else 512
-    return replace(
-        deit(),
-        recipe="mixa",
-        lr=1e-4,
-        lr_batch=None,
-        batch_size=batch,
-        epochs=150,
-        warmup_epochs=10,
-        mixup=0.0 if small else 0.8,
-        cutmix=0.0 if small else 1.0,
-        label_smoothing=0.0 if small else 0.1,
-        colour_jitter=0.0,
-        repeats=1,
-        ema=None,
-        distillation="soft",
-        temperature=2.0,
-        distillation_weight=0.5,
-    )
+    config = replace(deit(), recipe="mixa", lr=1e-4, lr_batch=None, batch_size=batch, epochs=150, warmup_epochs=10)
+    if "deit" in name and "tiny" in name:
+        config = replace(config, mixup=0.0, cutmix=0.0, label_smoothing=0.0)
+    return replace(config, colour_jitter=0.0, repeats=1, ema=None, distillation="soft", temperature=2.0)
 
 
 def castling(model: str = "") -> Config:
@@ -93,35 +67,15 @@ def castling(model: str = "") -> Config:
     name = model.lower()
     base = replace(deit(), recipe="castling")
     if is_a("mvit", name):
-        return replace(
-            base,
-            lr=2.5e-4,
-            lr_batch=256,
-            batch_size=256,
-            warmup_epochs=70,
-            warmup_lr=1e-8,
-            warmup_prefix=True,
-            min_lr=1e-6,
-            clip_norm=1.0,
-            randaugment="rand-m9-n6-mstd0.5-inc1",
-            repeats=1,
-            test_crop=0.875,
-            drop_path=0.3 if "base" in name else 0.1,
-            ema=None,
-        )
+        base = replace(base, lr=2.5e-4, lr_batch=256, batch_size=256, warmup_epochs=70, warmup_lr=1e-8, min_lr=1e-6)
+        base = replace(base, warmup_prefix=True, clip_norm=1.0, randaugment="rand-m9-n6-mstd0.5-inc1", repeats=1)
+        return replace(base, test_crop=0.875, drop_path=0.3 if "base" in name else 0.1, ema=None)
     kind = "token" if is_a("levit", name) or "distilled" in name else "hard"
-    hard = replace(base, distillation=kind, teacher=REGNET, distillation_weight=0.5)
+    base = replace(base, distillation=kind, teacher=REGNET)
     if is_a("levit", name) or not name:
-        return replace(
-            hard,
-            epochs=1000,
-            batch_size=2048,
-            weight_decay=0.025,
-            clip_agc=0.01,
-            drop_path=0.1 if "384" in name else 0.0,
-            drop_path_rule="constant",
-        )
-    return hard
+        base = replace(base, epochs=1000, batch_size=2048, weight_decay=0.025, clip_agc=0.01)
+        return replace(base, drop_path=0.1 if "384" in name else 0.0, drop_path_rule="constant")
+    return base
 
 
 def qtvit(model: str = "") -> Config:
@@ -140,35 +94,12 @@ def qtvit(model: str = "") -> Config:
     order = list(QT)
     wanted = next((i for i, base in enumerate(order) if f"qtvit_{i + 1}" in name or f"_{base}" in name), 0)
     lr, (number, magnitude), erasing, mix, drop_path, skip, mesa, crop = QT[order[wanted]]
-    return Config(
-        recipe="qtvit",
-        lr=lr,
-        lr_batch=128,
-        epochs=320,
-        warmup_epochs=20,
-        warmup_lr=0.0,
-        warmup_prefix=True,
-        min_lr=0.0,
-        weight_decay=0.1,
-        no_decay="norm_and_bias",
-        clip_value=2.0,
-        ema=0.9998,
-        ema_ramp=4000,
-        random_sizes=(128, 160, 192, 224),
-        test_crop=crop,
-        train_interpolation="random",
-        randaugment=f"rand-n{number}-m{magnitude}-mstd1.0-inc1",
-        erasing=erasing,
-        mixup=mix,
-        cutmix=mix,
-        label_smoothing=0.1,
-        loss="bce",
-        drop_path=drop_path,
-        drop_path_skip=skip,
-        drop_path_rule="ramped",
-        mesa=mesa,
-        bn_images=16_000,
-    )
+    config = Config("qtvit", lr=lr, lr_batch=128, epochs=320, warmup_epochs=20, warmup_lr=0.0, min_lr=0.0)
+    config = replace(config, warmup_prefix=True, weight_decay=0.1, no_decay="norm_and_bias", clip_value=2.0)
+    config = replace(config, ema=0.9998, ema_ramp=4000, random_sizes=(128, 160, 192, 224), bn_images=16_000)
+    config = replace(config, test_crop=crop, train_interpolation="random", erasing=erasing, mixup=mix, cutmix=mix)
+    config = replace(config, randaugment=f"rand-n{number}-m{magnitude}-mstd1.0-inc1", label_smoothing=0.1, loss="bce")
+    return replace(config, drop_path=drop_path, drop_path_skip=skip, drop_path_rule="ramped", mesa=mesa)
 
 
 def mobile(model: str = "") -> Config:
@@ -184,18 +115,9 @@ def mobile(model: str = "") -> Config:
     base = replace(deit(), recipe="mobile", ema=None)
     if "efficientformerv2" in name:
         rates = {"_s0": 0.0, "_s1": 0.0, "_s2": 0.02}
-        return replace(
-            base,
-            lr=1e-3,
-            lr_batch=1024,
-            warmup_lr=1e-5,
-            weight_decay=0.025,
-            clip_agc=0.01,
-            drop_path=next((rate for key, rate in rates.items() if key in name), 0.1),
-            distillation="token",
-            teacher=REGNET,
-            distillation_weight=0.5,
-        )
+        base = replace(base, drop_path=next((rate for key, rate in rates.items() if key in name), 0.1))
+        base = replace(base, lr=1e-3, lr_batch=1024, warmup_lr=1e-5, weight_decay=0.025, clip_agc=0.01)
+        return replace(base, distillation="token", teacher=REGNET)
     if "deit" in name or "pvt" in name:
         large = "pvt_v2_b3" in name
         return replace(base, drop_path=0.3 if large else 0.1, clip_norm=1.0 if large else None)
@@ -210,25 +132,9 @@ def fair(model: str = "") -> Config:
     42, no EMA, any interpolation, 128 images a GPU. The number of GPUs is not given: 4 is inferred, where this lr is
     Swin's own.
     """
-    return Config(
-        recipe="fair",
-        seed=42,
-        batch_size=512,
-        warmup_epochs=20,
-        warmup_lr=5e-7,
-        min_lr=5e-6,
-        cooldown_epochs=10,
-        clip_norm=5.0,
-        drop_path=0.2,
-        train_interpolation="random",
-        randaugment=RANDAUGMENT,
-        colour_jitter=0.4,
-        mixup=0.8,
-        cutmix=1.0,
-        label_smoothing=0.1,
-        erasing=0.25,
-        test_crop=0.875,
-    )
+    base = replace(deit(), recipe="fair", seed=42, lr_batch=None, batch_size=512, repeats=1, ema=None, test_crop=0.875)
+    base = replace(base, warmup_epochs=20, warmup_lr=5e-7, min_lr=5e-6, cooldown_epochs=10, clip_norm=5.0)
+    return replace(base, drop_path=0.2, train_interpolation="random")
 
 
 def distil(model: str = "") -> Config:
@@ -237,20 +143,9 @@ def distil(model: str = "") -> Config:
     The papers' fine-tunes, MixA's above all, cut down to 20 epochs, with a higher rate and less augmentation as befits
     so few. The values are this project's own choice.
     """
-    return Config(
-        recipe="distil",
-        batch_size=256,
-        epochs=20,
-        warmup_epochs=0.5,
-        min_lr=1e-6,
-        clip_norm=1.0,
-        mixup=0.2,
-        distillation="soft",
-        temperature=2.0,
-        distillation_weight=0.9,
-        crop_scale=(0.35, 1.0),
-        eval_epochs=2,
-    )
+    config = Config("distil", batch_size=256, epochs=20, warmup_epochs=0.5, min_lr=1e-6, clip_norm=1.0, mixup=0.2)
+    config = replace(config, distillation="soft", temperature=2.0, distillation_weight=0.9)
+    return replace(config, crop_scale=(0.35, 1.0), eval_epochs=2)
 
 
 def finetune(model: str = "") -> Config:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from linvit.errors import LinvitError
 from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation, Preprocessing, seed_of
 from linvit.tasks.classify.randaugment import Affine, RandAugment, jitter
-from linvit.training.engine.capture import Replayed
+from linvit.training.engine.phases import Replayed
 
 ERASE_ATTEMPTS = 3
 ERASE_COLUMNS = 2 * ERASE_ATTEMPTS + 3

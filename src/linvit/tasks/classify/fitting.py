@@ -22,13 +22,12 @@ from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
 from linvit.tasks.classify.streaming import Streamed
 from linvit.training import BatchSource, Config, Engine, Outcome, Output, Phase, Processes, Task, make_processes
-from linvit.training.callbacks.drop_path import set_drop_path
-from linvit.training.checkpoints.files import checksum
-from linvit.training.engine.determinism import repeatable
-from linvit.training.engine.phases import compiles
+from linvit.training.checkpoints import checksum
+from linvit.training.drop_path import set_drop_path
+from linvit.training.engine.phases import compiles, repeatable
 from linvit.training.objectives.stages import make_phases
 from linvit.training.objectives.teacher import Teacher
-from linvit.training.optimisation.optimiser import check_trainable
+from linvit.training.optimisation import check_trainable
 
 LOADERS = ("auto", "resident", "streamed")
 SMALL = 4 * 2**30  # bytes of decoded pictures up to which a set goes to the device by itself

@@ -27,8 +27,7 @@ from torch.nn import functional as F
 
 from linvit.errors import LinvitError
 from linvit.training.contract import BatchSource
-from linvit.training.objectives.supervised import logits_of
-from linvit.training.objectives.teacher import Teacher, check_logits
+from linvit.training.objectives.teacher import Teacher, check_logits, logits_of
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Progress, quiet
 from linvit.training import Config, Outcome, Output, Processes, make_processes, override
 from linvit.training import recipe as named_recipe
-from linvit.training.engine.loop import Watch
+from linvit.training.checkpoints import Watch
 from linvit.training.objectives.teacher import check_teacher, open_teacher
 
 Model = nn.Module | str | Path

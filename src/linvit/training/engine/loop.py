@@ -8,43 +8,26 @@ the device: the loop waits for it when it logs, evaluates or writes a checkpoint
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
+from functools import partial
+from itertools import accumulate, count, islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linvit.errors import LinvitError
-from linvit.training.callbacks import make_callbacks
-from linvit.training.callbacks.callback import Position
-from linvit.training.checkpoints.run_state import Restored, RunState, all_finite, restore_optimiser
+from linvit.training.callbacks import Position, make_callbacks
+from linvit.training.checkpoints import Output, Restored, RunState, all_finite, restore_optimiser
 from linvit.training.config import Config
-from linvit.training.contract import Batch, BatchSource, Objective, Task
-from linvit.training.engine.determinism import repeatable, without_cudnn_attention
-from linvit.training.engine.diagnosis import Diverged, find_bad_layer
-from linvit.training.engine.meters import Meters
-from linvit.training.engine.phases import Phase
-from linvit.training.engine.step import Stepper
-from linvit.training.logs import Log, cut_log
-from linvit.training.optimisation.schedule import stage_schedule
+from linvit.training.contract import Batch, BatchSource, Objective, Task, images_of, tensors_of
+from linvit.training.engine.phases import Phase, repeatable, without_cudnn_attention
+from linvit.training.engine.step import Meters, Stepper
+from linvit.training.logs import Log
+from linvit.training.optimisation import stage_schedule
 from linvit.training.processes import Processes
-
-Watch = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where a run goes. In its `folder` it is logged, kept in checkpoints and ends in the models `last` and `best`,
-    unless `models` says that nobody wants these. `watch` hears every record of the log. `identity` says what else the
-    run is, its data and teacher say, so that no other run goes on with its checkpoints."""
-
-    folder: Path | None = None
-    watch: Watch | None = None
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    models: bool = True
 
 
 @dataclass
@@ -58,12 +41,13 @@ class Outcome:
     best: dict[str, float] = field(default_factory=dict)
 
 
+class Diverged(LinvitError):
+    """The loss is NaN or infinite. The message says where it began and what to go back to."""
+
+
 class Engine:
     """Trains one model through its phases. The task says how good a model is, callbacks do what only some recipes
     need."""
-
-    log: Log
-    stepper: Stepper
 
     def __init__(
         self,
@@ -83,18 +67,12 @@ class Engine:
         self.model = model.to(processes.device)
         processes.broadcast(self.model.state_dict().values())
         self.epoch_steps = source.batches / config.accumulate
-        counts = [max(1, round(phase.stage.epochs * self.epoch_steps)) for phase in phases]
-        self.ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        self.step = 0
+        self.ends = list(accumulate(max(1, round(phase.stage.epochs * self.epoch_steps)) for phase in phases))
+        self.step, self.steps = 0, self.ends[-1]
         self.callbacks = make_callbacks(config, self.model, processes, source, self.task, self.steps)
-        self.meters = Meters(processes)
-        output, model = self.output, self.model
-        self.state = RunState(processes, config, model, self.callbacks, output.folder, output.identity, output.models)
+        self.meters = Meters(processes, config)
+        self.state = RunState(processes, config, self.model, self.callbacks, self.output)
         self.before = ""  # in words, how it was when it was logged last
-
-    @property
-    def steps(self) -> int:
-        return self.ends[-1]
 
     def run(self, *, resume: bool = False) -> Outcome:
         """Train to the end. With `resume`, go on from the newest usable checkpoint, if there is one."""
@@ -110,7 +88,8 @@ class Engine:
             notes.append(f"resumed after step {self.step} of {self.steps}")
         began = time.perf_counter()
         learning = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
-        self.log = self.open_log(self.step if restored is not None else -1)
+        output = self.output if self.processes.first else Output()
+        self.log = Log(output.folder, output.watch, after=self.step if restored is not None else -1)
         try:
             for text in notes:
                 self.note(text)
@@ -119,9 +98,9 @@ class Engine:
             with without_cudnn_attention(), repeatable(self.config.deterministic):
                 if restored is None:
                     self.evaluate()  # what conversion left, before anything is learnt
-                for phase, end in zip(self.phases, self.ends, strict=True):
+                for phase, start, end in zip(self.phases, [0, *self.ends[:-1]], self.ends, strict=True):
                     if self.step < end:
-                        metrics = self.run_stage(phase, end, batches, restored)
+                        metrics = self.run_stage(phase, start, end, batches, restored)
                         restored = None
                 metrics = metrics or self.evaluate()
             if self.output.models:
@@ -134,16 +113,13 @@ class Engine:
                 phase.objective.reset()  # a step that failed leaves it half done
             for parameter, learnt in learning.items():
                 parameter.requires_grad_(learnt)
-        best = self.state.best[1] if self.state.best is not None else {}
-        shown = {**best.get("metrics", {}), "step": best["step"]} if best else {}
+        best = self.state.best[1] if self.state.best is not None else None
+        shown = {**best["metrics"], "step": best["step"]} if best is not None else {}
         return Outcome(self.step, round(time.perf_counter() - began, 2), self.meters.speed, metrics, shown)
 
-    def run_stage(
-        self, phase: Phase, end: int, batches: Iterator[Batch], restored: Restored | None
-    ) -> dict[str, float]:
-        """The rest of a stage, up to step `end`; the metrics at its end."""
+    def run_stage(self, phase: Phase, start: int, end: int, batches: Iterator[Batch], restored: Restored | None) -> Any:
+        """The rest of a stage, which goes from step `start` to `end`; the metrics at its end."""
         config, stepper, meters = self.config, self.stepper, self.meters
-        start = max([0, *(other for other in self.ends if other < end)])
         schedule = stage_schedule(config, phase.stage, end - start, self.epoch_steps)
         at = Position(phase.stage, self.step, start, end, schedule.warmup)
         stepper.begin_stage(phase.stage)
@@ -166,8 +142,13 @@ class Engine:
         meters.begin()
         while self.step < end:
             lr = schedule(self.step - start)
-            self.take_step(at, lr, objective, batches)
-            self.step = at.step
+            stepper.seed(self.step)
+            for callback in self.callbacks:
+                callback.before_step(at)
+            stepper.take(self.step, lr, self.changed(batches, self.step), objective.variant)
+            at.step = self.step = self.step + 1
+            for callback in self.callbacks:
+                callback.after_step(at)
             ended, measured = self.step == end, self.step == end or self.step % every == 0
             if measured or self.step % config.log_steps == 0:
                 self.write_log(at, lr, objective)
@@ -182,22 +163,11 @@ class Engine:
                 meters.start_clock()
         return metrics
 
-    def take_step(self, at: Position, lr: float, objective: Objective, batches: Iterator[Batch]) -> None:
-        """One step of the optimiser, with all that callbacks do around it."""
-        self.stepper.seed(at.step)
-        for callback in self.callbacks:
-            callback.before_step(at)
-        self.stepper.take(at.step, lr, self.changed(batches, at.step), objective.variant)
-        at.step += 1
-        for callback in self.callbacks:
-            callback.after_step(at)
-
     def batches(self, step: int) -> Iterator[Batch]:
         """The batches of all epochs in a row, from a step on."""
-        epoch, skip = divmod(step * self.config.accumulate, self.source.batches)
-        while True:
-            yield from self.source.epoch(epoch, skip)
-            epoch, skip = epoch + 1, 0
+        first, skip = divmod(step * self.config.accumulate, self.source.batches)
+        for epoch in count(first):
+            yield from self.source.epoch(epoch, skip if epoch == first else 0)
 
     def changed(self, batches: Iterator[Batch], step: int) -> Iterator[Batch]:
         """A step's batches, as the callbacks want them."""
@@ -226,13 +196,6 @@ class Engine:
         self.meters.begin()
         return metrics
 
-    def open_log(self, after: int) -> Log:
-        """The run's log, without what was written after a step."""
-        folder = self.output.folder if self.processes.first else None
-        if folder is not None:
-            cut_log(folder, after)
-        return Log(folder, self.output.watch if self.processes.first else None, after)
-
     def note(self, text: str) -> None:
         self.log.add("note", self.step, {"text": text})
 
@@ -246,10 +209,9 @@ class Engine:
         if bad is not None:
             self.stop_diverged(bad, objective)
         self.meters.stop_clock()
-        speed = self.meters.images_per_second(self.config.batch_size)
         self.before = f"before, the loss was {values['loss']:.3g}, the gradient's norm {values['gradient_norm']:.3g}; "
         record: dict[str, Any] = {"stage": at.stage.name, **self.so_far(), **values, "lr": lr}
-        record |= {"images_per_second": speed, "steps": self.steps}
+        record |= {"images_per_second": self.meters.images_per_second(), "steps": self.steps}
         for callback in self.callbacks:
             record |= callback.log(self.step)
         self.log.add("train", self.step, record)
@@ -269,3 +231,41 @@ class Engine:
         message = f"the loss is NaN or infinite in step {step + 1}: {began}; {self.before}{left}"
         self.log.add("note", self.step, {"text": message}, shown=False)
         raise Diverged(f"{message}; a lower lr, a clip_norm or precision=fp32 may help")
+
+
+def find_bad_layer(model: nn.Module, objective: Objective, batch: Batch) -> str | None:
+    """The first place, in words, where this batch meets something that is not finite; None where there is none. The
+    batch is run again with an eye on every layer."""
+    if not all(map(finite, tensors_of(batch))):
+        return "the batch itself"
+    for module in model.modules():  # a bad batch has spoilt its statistics, which training does not read
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not all(map(finite, module.buffers())):
+            module.reset_running_stats()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not finite(tensor):
+            return f"the weights, beginning with {name}"
+    if objective.teacher is not None and not finite(objective.teacher(images_of(batch)[0])):
+        return "the teacher's answers"
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        if not found and not all(map(finite, tensors_of(out))):
+            found.append(f"the activations of {name or 'the model'} ({type(module).__name__})")
+
+    with ExitStack() as hooks:
+        hooks.callback(model.zero_grad)
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(look, name)))
+        loss = objective(model, batch)["loss"]
+        if found:
+            return found[0]
+        if not finite(loss):
+            return "the loss itself, while every layer's activations are finite"
+        model.zero_grad()
+        loss.backward()
+        wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
+        return f"the gradient of {wrong[-1]}" if wrong else None
+
+
+def finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True

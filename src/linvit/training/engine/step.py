@@ -7,10 +7,12 @@ a part of the model need; its buckets then stay as they were made, so that a res
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from linvit.errors import LinvitError
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Batch
-from linvit.training.engine.capture import Capture, captures
-from linvit.training.engine.determinism import strictly, undetermined
-from linvit.training.engine.meters import Meters
-from linvit.training.engine.phases import Step
-from linvit.training.optimisation.optimiser import clip, make_optimiser, select_trainable
+from linvit.training.engine.phases import Capture, Step, captures, strictly
+from linvit.training.optimisation import clip, make_optimiser, select_trainable
 from linvit.training.processes import Processes
 
 
@@ -40,11 +39,72 @@ class StageModule(nn.Module):
         return {name: value if name == "loss" else value.detach() for name, value in self.compute(batch).items()}
 
 
+class Meters:
+    """Sums over the steps since the last log line, and the flag that a loss was not finite. Reading them waits for the
+    device; nothing else does."""
+
+    def __init__(self, processes: Processes, config: Config) -> None:
+        self.processes, self.config = processes, config
+        self.bad = torch.zeros((), device=processes.device)  # 1 from the first step whose loss is NaN or infinite
+        self.good = torch.zeros((), device=processes.device)  # the step before which all were finite
+        self.sums, self.norms = (torch.zeros((), device=processes.device) for _ in range(2))
+        self.names: list[str] = []
+        self.seconds = 0.0  # of training so far
+        self.speeds: list[float] = []  # images a second, one for each time it was read
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here, and let the clock run."""
+        self.start_clock()
+        self.steps = 0
+        self.sums.zero_()
+        self.norms.zero_()
+
+    def note(self, entries: Mapping[str, Tensor]) -> None:
+        """Add what an objective returned for a batch. The sums stay where they are, as a recorded step needs it."""
+        self.names = list(entries)
+        values = torch.stack([value.detach().float() for value in entries.values()])
+        if self.sums.shape != values.shape:
+            self.sums = torch.zeros_like(values)
+        self.sums.add_(values)
+
+    def close_step(self, norm: Tensor, bad: Tensor) -> None:
+        """Add a step's gradient norm, and whether anything in it was not finite."""
+        self.norms.add_(norm)
+        self.bad.copy_(torch.maximum(self.bad, (bad > 0).float()))
+        self.good.add_(1 - self.bad)
+
+    def stop_clock(self) -> None:
+        """What comes now, an evaluation or a checkpoint, is no training time; `begin` or `start_clock` ends it."""
+        self.seconds += time.perf_counter() - self.began
+
+    def start_clock(self) -> None:
+        self.began, self.timed = time.perf_counter(), 0
+
+    def read(self) -> tuple[dict[str, float], int | None]:
+        """Means over the steps and all processes; and the first bad step, if there was one."""
+        means = self.processes.mean(self.sums) / (self.steps * self.config.accumulate)
+        others = torch.stack([self.norms / self.steps, self.bad, self.good])
+        *values, norm, bad, good = torch.cat([means, others]).tolist()
+        found = dict(zip(self.names, values, strict=True))
+        return {**found, "gradient_norm": norm}, int(good) if bad else None
+
+    def images_per_second(self) -> float | None:
+        """Since the clock started; asked after `read`, when the device has caught up."""
+        if not self.timed:
+            return None
+        self.speeds.append(round(self.timed * self.config.batch_size / (time.perf_counter() - self.began), 1))
+        return self.speeds[-1]
+
+    @property
+    def speed(self) -> float | None:
+        """The median of the speeds, without the first, which warms up."""
+        return round(median(self.speeds[1:] or self.speeds), 1) if self.speeds else None
+
+
 class Stepper:
     """Takes the steps of a run, stage by stage. `note` hears what a user should know."""
 
-    optimiser: torch.optim.Optimizer
-    capture: Capture
     compute: Step
 
     def __init__(
@@ -88,7 +148,8 @@ class Stepper:
         else:
             self.optimiser.zero_grad()
             self.work(step, islice(batches, self.config.accumulate))
-        self.meters.count(self.config.accumulate)
+        self.meters.steps += 1
+        self.meters.timed += 1
 
     def work(self, step: int, batches: Iterable[Batch]) -> None:
         """What a step does on the device, from its batches to the moved weights."""
@@ -126,7 +187,7 @@ class Stepper:
                 with strictly(self.strict):
                     (loss if scaler is None else scaler.scale(loss)).backward()
         except RuntimeError as error:
-            if not (self.strict and undetermined(error)):
+            if not (self.strict and "deterministic" in str(error)):
                 raise
             reason = str(error).split(",")[0].splitlines()[0]
             self.note(f"a resumed run may not have the same bits: {reason}")

@@ -14,6 +14,8 @@ entire student: later blocks learn to make up for earlier ones.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +25,17 @@ from linvit.attention import TokenGrid
 from linvit.conversion.convert import current_mechanism, find_hosts
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError, unknown
-from linvit.training.config import INPUTS
+from linvit.measurement.macs import evaluating
+from linvit.training.config import CHOICES
 from linvit.training.contract import Batch, Objective, blocks_around_hosts, images_of
-from linvit.training.objectives.activations import Activations, Call, first_tensor, map_tensors
 from linvit.training.objectives.distillation import Compared, Distance, divergence
-from linvit.training.objectives.supervised import logits_of
-from linvit.training.objectives.teacher import Teacher, check_teacher
+from linvit.training.objectives.teacher import Activations, Teacher, check_teacher, first_tensor, logits_of, map_tensors
 
 
 def hosts_to_align(teacher: nn.Module, student: nn.Module) -> list[str]:
     """The attention layers in which the student differs from its teacher, by name; all of them if it differs in none,
     as an original does that is trained beside its conversions. The two must be one architecture."""
-    theirs = dict(find_hosts(teacher))
-    ours = dict(find_hosts(student))
+    theirs, ours = dict(find_hosts(teacher)), dict(find_hosts(student))
     if not ours or ours.keys() != theirs.keys():
         odd = sorted(ours.keys() ^ theirs.keys())
         which = f"'{odd[0]}' is not in both" if odd else "there are none"
@@ -49,8 +49,7 @@ class Layers:
     model; it is noted in one pass of the model for each image size."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.model = model
-        self.modules = {name: model.get_submodule(name) for name in names}
+        self.model, self.modules = model, {name: model.get_submodule(name) for name in names}
         self.grids: dict[tuple[int, ...], dict[str, TokenGrid | None]] = {}
         self.looks_up = any(isinstance(m, Host) and m.grids is not None for m in self.modules.values())
         embed: Any = getattr(model, "patch_embed", None)
@@ -66,23 +65,17 @@ class Layers:
     def note(self, image: Tensor) -> None:
         found: dict[str, TokenGrid | None] = {}
 
-        def see(name: str, host: Any) -> Any:
-            return lambda module, args: found.__setitem__(name, host.grids.grid if host.grids is not None else None)
+        def see(name: str, host: Any, args: Any) -> None:
+            found[name] = host.grids.grid if host.grids is not None else None
 
-        hosts = [(name, module) for name, module in self.modules.items() if isinstance(module, Host)]
-        handles = [module.register_forward_pre_hook(see(name, module)) for name, module in hosts]
-        modes = {module: module.training for module in self.model.modules()}
-        try:
-            with torch.no_grad():
-                self.model.eval()(image.to(next(self.model.parameters()).dtype))
-        finally:
-            for module, training in modes.items():
-                module.training = training
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, evaluating(self.model), torch.no_grad():
+            for name, module in self.modules.items():
+                if isinstance(module, Host):
+                    hooks.enter_context(module.register_forward_pre_hook(partial(see, name)))
+            self.model(image.to(next(self.model.parameters()).dtype))
         self.grids[tuple(image.shape[-2:])] = found
 
-    def call(self, name: str, call: Call, images: Tensor) -> Tensor:
+    def call(self, name: str, call: tuple[Any, Any], images: Tensor) -> Tensor:
         """One layer's output for these arguments."""
         module = self.modules[name]
         if isinstance(module, Host) and module.grids is not None:
@@ -97,23 +90,17 @@ class AttentionAlignment(Objective):
     distance: Distance
 
     def __init__(self, teacher: Teacher, student: nn.Module, *, inputs: str = "teacher") -> None:
-        if inputs not in INPUTS:
-            raise unknown("kind of inputs", inputs, INPUTS)
+        if inputs not in CHOICES["inputs"]:
+            raise unknown("kind of inputs", inputs, CHOICES["inputs"])
         self.teacher, self.inputs, self.distance = teacher, inputs, Distance()
         self.names = hosts_to_align(teacher.model, student)
         self.originals, self.layers = Layers(teacher.model, self.names), Layers(student, self.names)
         source = teacher.model if inputs == "teacher" else student
-        self.activations = Activations(source, self.names, self.names, cut=inputs == "student")
+        self.activations = [Activations(source, self.names, self.names, cut=inputs == "student")]
 
     def repeated(self, model: nn.Module) -> list[nn.Module]:
         """The attention layers, which are called by themselves."""
         return [module for _, module in find_hosts(model)]
-
-    def reset(self) -> None:
-        self.activations.take()
-
-    def close(self) -> None:
-        self.activations.close()
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         errors = torch.stack(list(self.errors(model, images_of(batch)[0]).values()))
@@ -121,25 +108,20 @@ class AttentionAlignment(Objective):
 
     def errors(self, model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         """The relative error of each layer: 0 is its original, 1 no better than the mean."""
-        if self.inputs == "teacher":
-            self.layers.ready(images)
-            self.activations.record()
+        (activations,), on_teacher = self.activations, self.inputs == "teacher"
+        (self.layers if on_teacher else self.originals).ready(images)
+        activations.record()
+        if on_teacher:
             self.teacher(images)
-            calls, wanted = self.activations.take()
+            calls, wanted = activations.take()
             ours = {name: self.layers.call(name, calls[name], images) for name in self.names}
         else:
-            self.originals.ready(images)
-            self.activations.record()
             model(images)
-            calls, ours = self.activations.take()
+            calls, ours = activations.take()
             with torch.no_grad(), self.teacher.arithmetic(images):
-                wanted = {name: self.answer(name, calls[name], images) for name in self.names}
+                calls = map_tensors(lambda t: t.to(self.teacher.dtype) if t.is_floating_point() else t, calls)
+                wanted = {name: self.originals.call(name, calls[name], images) for name in self.names}
         return {name: self.distance(ours[name], wanted[name].detach()) for name in self.names}
-
-    def answer(self, name: str, call: Call, images: Tensor) -> Tensor:
-        """The original's output for what the student's layer saw."""
-        args, named = map_tensors(lambda t: t.to(self.teacher.dtype) if t.is_floating_point() else t, call)
-        return self.originals.call(name, (args, named), images)
 
 
 class FeatureAlignment(Compared):

@@ -1,4 +1,7 @@
-"""Distillation: a student learns what a teacher says of the same augmented images.
+"""Losses on labels, and distillation: a student learns what a teacher says of the same augmented images.
+
+Labels may be the soft targets of mixup. Smoothing happens here and nowhere else: smoothing a mixture is mixing the
+smoothed, so timm's way, which smooths while it mixes, gives the same numbers.
 
 soft    KL divergence at a temperature, times its square (Hinton)
 hard    cross entropy with the teacher's choice as the label (DeiT)
@@ -18,21 +21,56 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError, unknown
+from linvit.training.config import CHOICES
 from linvit.training.contract import Batch, Objective
-from linvit.training.objectives.activations import Activations
-from linvit.training.objectives.supervised import Supervised, accuracy, logits_of
-from linvit.training.objectives.teacher import Teacher, check_logits, check_teacher
+from linvit.training.objectives.teacher import Activations, Teacher, check_logits, check_teacher, logits_of
 
-KINDS = ("soft", "hard", "token")
 RIDGE = 1e-4
 
 
+class Supervised(Objective):
+    """The objective of plain training. A batch is images and targets: labels `(batch,)` or shares of classes `(batch,
+    classes)`."""
+
+    def __init__(self, loss: str = "cross_entropy", *, smoothing: float = 0.0) -> None:
+        if loss not in CHOICES["loss"]:
+            raise unknown("loss", loss, CHOICES["loss"])
+        self.loss, self.smoothing = loss, smoothing
+
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        images, targets = batch
+        logits = logits_of(model(images))
+        return {"loss": self.measure(logits, targets), "accuracy": accuracy(logits, targets)}
+
+    def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of these logits."""
+        if self.loss == "cross_entropy":
+            return F.cross_entropy(logits.float(), targets, label_smoothing=self.smoothing)
+        classes = logits.shape[-1]
+        shares = F.one_hot(targets, classes).float() if targets.ndim == 1 else targets
+        smoothed = shares * (1 - self.smoothing) + self.smoothing / classes
+        return F.binary_cross_entropy_with_logits(logits.float(), smoothed)
+
+
+def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The share of images whose largest logit is the label; of a mixture, its larger part."""
+    labels = targets if targets.ndim == 1 else targets.argmax(-1)
+    return (logits.detach().argmax(-1) == labels).float().mean()
+
+
 class Distance(nn.Module):
-    """`feature_error` as a module: a step that is compiled block by block has it compiled too, for it reads the whole
-    stream several times over."""
+    """The relative error of features, after the best linear map where the widths differ. Channels come last in
+    sequences and first, after the batch, in pictures. A module, so that a step that is compiled block by block has it
+    compiled too, for it reads the whole stream several times over."""
 
     def forward(self, ours: Tensor, theirs: Tensor) -> Tensor:
-        return feature_error(ours, theirs)
+        if ours.ndim == 4 and theirs.ndim == 4 and ours.shape[2:] == theirs.shape[2:]:
+            ours, theirs = ours.flatten(2).transpose(1, 2), theirs.flatten(2).transpose(1, 2)
+        if ours.shape[:-1] != theirs.shape[:-1]:
+            raise LinvitError(f"features {tuple(ours.shape)} and {tuple(theirs.shape)} are not of the same places")
+        if ours.shape[-1] != theirs.shape[-1]:
+            ours = ours.float() @ best_map(ours.detach().flatten(0, -2).float(), theirs.flatten(0, -2).float())
+        return relative_error(ours, theirs)
 
 
 class Compared(Objective):
@@ -44,25 +82,18 @@ class Compared(Objective):
 
     def __init__(self, teacher: Teacher, student: nn.Module, pairs: Mapping[str, str]) -> None:
         self.teacher, self.distance, self.pairs = teacher, Distance(), pairs
-        self.ours = Activations(student, outputs=pairs)
-        self.theirs = Activations(teacher.model, outputs=set(pairs.values()))
-
-    def reset(self) -> None:
-        self.ours.take()
-        self.theirs.take()
-
-    def close(self) -> None:
-        self.ours.close()
-        self.theirs.close()
+        watched = ((student, pairs), (teacher.model, {*pairs.values()}))
+        self.activations = [Activations(model, outputs=names) for model, names in watched]
 
     def ask(self, model: nn.Module, images: Tensor) -> tuple[Any, Tensor, Tensor | None]:
         """The model's output, the teacher's logits, and how far each pair is apart."""
-        self.theirs.record()
+        ours, theirs = self.activations
+        theirs.record()
         wanted = self.teacher(images)
-        self.ours.record()
+        ours.record()
         output = model(images)
-        seen, shown = self.ours.take()[1], self.theirs.take()[1]
-        errors = [self.distance(seen[ours], shown[theirs]) for ours, theirs in self.pairs.items()]
+        seen, shown = ours.take()[1], theirs.take()[1]
+        errors = [self.distance(seen[name], shown[other]) for name, other in self.pairs.items()]
         return output, wanted, torch.stack(errors) if errors else None
 
 
@@ -84,8 +115,8 @@ class Distillation(Compared):
         feature_weight: float = 1.0,
         labelled: bool = True,
     ) -> None:
-        if kind not in KINDS:
-            raise unknown("distillation", kind, KINDS)
+        if kind not in CHOICES["distillation"][1:]:
+            raise unknown("distillation", kind, CHOICES["distillation"][1:])
         if not labelled and weight < 1:
             raise LinvitError(f"without labels the teacher's share of the loss is 1, not {weight:g}")
         check_teacher(teacher.model, student)
@@ -105,12 +136,12 @@ class Distillation(Compared):
         output, wanted, errors = self.ask(model, images)
         logits, heard = self.heads(output)
         check_logits(heard, wanted)
-        labels = self.supervised.measure(logits, targets) if self.labelled else None
         taught = self.compare(heard, wanted)
         if self.weight == 1 and heard is not logits:  # the other head has nobody else to learn from
             taught = (taught + self.compare(logits, wanted)) / 2
         entries = {"distillation": taught.detach()}
-        if labels is not None:
+        if self.labelled:
+            labels = self.supervised.measure(logits, targets)
             loss = (1 - self.weight) * labels + self.weight * taught
             entries = {"accuracy": accuracy(logits, targets), "labels": labels.detach(), **entries}
         else:
@@ -149,18 +180,6 @@ def relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
     ours, theirs = ours.float(), theirs.float()
     spread = theirs.var(0, correction=0) if len(theirs) > 1 else theirs.square()
     return F.mse_loss(ours, theirs) / spread.mean().clamp(min=1e-12)
-
-
-def feature_error(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The relative error of features, after the best linear map where the widths differ. Channels come last in
-    sequences and first, after the batch, in pictures."""
-    if ours.ndim == 4 and theirs.ndim == 4 and ours.shape[2:] == theirs.shape[2:]:
-        ours, theirs = ours.flatten(2).transpose(1, 2), theirs.flatten(2).transpose(1, 2)
-    if ours.shape[:-1] != theirs.shape[:-1]:
-        raise LinvitError(f"features {tuple(ours.shape)} and {tuple(theirs.shape)} are not of the same places")
-    if ours.shape[-1] != theirs.shape[-1]:
-        ours = ours.float() @ best_map(ours.detach().flatten(0, -2).float(), theirs.flatten(0, -2).float())
-    return relative_error(ours, theirs)
 
 
 def best_map(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -15,18 +15,18 @@ a layer scale, are told by trying it on the teacher: there the original's output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from linvit.measurement.macs import evaluating
 from linvit.training.contract import Batch, images_of
-from linvit.training.objectives.activations import Activations, first_tensor
 from linvit.training.objectives.alignment import hosts_to_align
-from linvit.training.objectives.teacher import Teacher
+from linvit.training.objectives.teacher import Activations, Teacher, first_tensor
 
 RIDGE = 1.0  # of the mean square of what goes into the map
 CHUNK = 2**15  # rows at once
@@ -34,52 +34,39 @@ FEW = 2  # images to find out on how a block adds up
 ROOM = 0.25, 4 * 2**30  # what the pass may take: of a GPU's memory this share, on the CPU so many bytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
     """A converted layer, the block around it, and what of the usual block the two have."""
 
     host: str
     block: str
-    attention_adds: bool  # the stream between attention and MLP is the block's input and the layer's output
-    mlp_adds: bool
-
-    @property
-    def between(self) -> str:
-        return f"{self.block}.norm2"
-
-    @property
-    def mlp(self) -> str:
-        return f"{self.block}.mlp"
+    between: str  # the norm between attention and MLP
+    mlp: str
+    attention_adds: bool = False  # the stream between attention and MLP is the block's input and the layer's output
+    mlp_adds: bool = False
 
 
 def fit_projections(
-    teacher: Teacher,
-    student: nn.Module,
-    batches: Iterable[Batch],
-    *,
-    images: int = 1024,
-    ridge: float = RIDGE,
+    teacher: Teacher, student: nn.Module, batches: Iterable[Batch], *, images: int = 1024, ridge: float = RIDGE
 ) -> list[str]:
     """Fit the maps of the student's converted layers on up to so many images, which pass at once, so fewer where memory
     is short. Gives the names of the layers that have one; layers that end otherwise (LeViT's in a BatchNorm, say) are
     left as they are."""
-    picked = first_images(batches, images)
-    hosts = [name for name in hosts_to_align(teacher.model, student) if projection_of(student, name) is not None]
-    if picked is None:
+    found: list[Tensor] = []
+    for batch in batches:
+        found.append(images_of(batch)[0])
+        if sum(map(len, found)) >= images:
+            break
+    hosts = [n for n in hosts_to_align(teacher.model, student) if linear_in(student.get_submodule(n), "proj")]
+    if not found:
         return hosts
+    picked = torch.cat(found)[:images]
     places = places_of(teacher, hosts, picked[:FEW])
     few = wanted_at(teacher, places, picked[:FEW])
     picked = picked[: room_for(few, len(picked[:FEW]), picked.device)]
     fitting = LeastSquares(student, places, wanted_at(teacher, places, picked), ridge)
-    modes = {module: module.training for module in student.modules()}
-    like = next(student.parameters())
-    try:
-        with torch.no_grad(), torch.autocast(picked.device.type, enabled=False):
-            student.eval()(picked.to(like.dtype))
-    finally:
-        fitting.close()
-        for module, training in modes.items():
-            module.training = training
+    with fitting.hooks, evaluating(student), torch.no_grad(), torch.autocast(picked.device.type, enabled=False):
+        student(picked.to(next(student.parameters()).dtype))
     return hosts
 
 
@@ -94,12 +81,10 @@ def wanted_at(teacher: Teacher, places: list[Place], images: Tensor) -> dict[str
 def recorded(teacher: Teacher, inputs: list[str], outputs: list[str], images: Tensor) -> dict[str, Tensor]:
     """What goes into and comes out of modules in one pass; inputs are under `>name`."""
     activations = Activations(teacher.model, inputs, outputs)
-    try:
+    with activations.hooks:
         activations.record()
         teacher(images)
         calls, found = activations.take()
-    finally:
-        activations.close()
     return {**{f">{name}": args[0] for name, (args, _) in calls.items()}, **found}
 
 
@@ -112,36 +97,22 @@ def room_for(seen: dict[str, Tensor], images: int, device: torch.device) -> int:
     return max(FEW, int(memory / each)) if each else images
 
 
-def first_images(batches: Iterable[Batch], count: int) -> Tensor | None:
-    found: list[Tensor] = []
-    for batch in batches:
-        found.append(images_of(batch)[0])
-        if sum(map(len, found)) >= count:
-            break
-    return torch.cat(found)[:count] if found else None
-
-
 def places_of(teacher: Teacher, hosts: list[str], images: Tensor) -> list[Place]:
     """How the blocks around layers add up, found by looking at the teacher's in one pass."""
     modules = dict(teacher.model.named_modules())
-    usual = [Place(host, host.rpartition(".")[0], True, True) for host in hosts]
-    blocks = [place for place in usual if place.block and place.between in modules]
+    pairs = [(host, host.rpartition(".")[0]) for host in hosts]
+    places = [Place(host, block, f"{block}.norm2", f"{block}.mlp") for host, block in pairs]
+    blocks = [place for place in places if place.block and place.between in modules]
     inputs = [name for place in blocks for name in (place.block, place.between)]
     outputs = [name for place in blocks for name in (place.block, place.host, place.mlp) if name in modules]
     seen = recorded(teacher, inputs, outputs, images)
-    return [as_it_is(place, modules, seen) for place in usual]
-
-
-def as_it_is(place: Place, modules: dict[str, nn.Module], seen: dict[str, Tensor]) -> Place:
-    """A place with what of the usual block it really has, by what was seen there."""
-    parent = modules.get(place.block)
-    before, middle = seen.get(f">{place.block}"), seen.get(f">{place.between}")
-    if not place.block or parent is None or middle is None:
-        return replace(place, attention_adds=False, mlp_adds=False)
-    first = adds_up(before, seen.get(place.host), middle, scale_of(parent, "ls1"))
-    second = adds_up(middle, seen.get(place.mlp), seen.get(place.block), scale_of(parent, "ls2"))
-    ends = last_linear(modules.get(place.mlp)) is not None
-    return replace(place, attention_adds=first, mlp_adds=first and second and ends)
+    for place in blocks:
+        before, middle, after = (seen.get(name) for name in (f">{place.block}", f">{place.between}", place.block))
+        scales = [scale_of(modules[place.block], name) for name in ("ls1", "ls2")]
+        ends = linear_in(modules.get(place.mlp), "fc2") is not None
+        place.attention_adds = adds_up(before, seen.get(place.host), middle, scales[0])
+        place.mlp_adds = place.attention_adds and ends and adds_up(middle, seen.get(place.mlp), after, scales[1])
+    return places
 
 
 def adds_up(before: Tensor | None, part: Tensor | None, after: Tensor | None, scale: Tensor | float) -> bool:
@@ -163,66 +134,49 @@ class LeastSquares:
     names."""
 
     def __init__(self, student: nn.Module, places: list[Place], wanted: dict[str, Tensor], ridge: float) -> None:
-        self.student, self.wanted, self.ridge = student, wanted, ridge
+        self.student, self.wanted, self.ridge, self.hooks = student, wanted, ridge, ExitStack()
         self.stream: dict[str, Tensor] = {}
         self.given: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self.handles: list[Any] = []
         for place in places:
-            self.attach(place)
+            block = student.get_submodule(place.block)
+            if place.attention_adds:
+                self.attach(place.host, "proj", f">{place.between}", place.block, scale_of(block, "ls1"))
+            else:
+                self.attach(place.host, "proj", place.host)
+            if place.mlp_adds:
+                self.attach(place.mlp, "fc2", place.block, place.between, scale_of(block, "ls2"))
 
-    def attach(self, place: Place) -> None:
-        find = self.student.get_submodule
-        projection = projection_of(self.student, place.host)
-        assert projection is not None
-        self.hook(projection, self.see)
-        self.hook(find(place.host), partial(self.fit_attention, place, projection))
-        if place.attention_adds:
-            self.note(place.block)
-        last = last_linear(find(place.mlp)) if place.mlp_adds else None
-        if last is not None:
-            self.note(place.between)
-            self.hook(last, self.see)
-            self.hook(find(place.mlp), partial(self.fit_mlp, place, last))
+    def attach(self, name: str, end: str, wanted: str, before: str = "", scale: Tensor | float = 1.0) -> None:
+        """Fit the map that a module ends in, when it is called: to what is wanted of the module itself, or of the
+        stream, which came in `before` that module and gets the scaled output added."""
+        module = self.student.get_submodule(name)
+        linear = linear_in(module, end)
+        if linear is None:
+            return
 
-    def hook(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        self.handles.append(module.register_forward_hook(function))
+        def see(linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            self.given[linear] = (args[0], output)
 
-    def note(self, name: str) -> None:
-        """Keep what goes into a module: the stream at that place."""
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self.stream[before] = args[0]
 
-        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.stream[name] = args[0]
+        def fit(module: nn.Module, args: Any, output: Any) -> Any:
+            """Solve the map that gave this output, and give the output of the new one. What a module adds after its map
+            stays as it is."""
+            target = self.wanted[wanted]
+            if before:
+                target = (target - self.stream.pop(before)) / scale
+            rows, gave = self.given.pop(linear)
+            out = first_tensor(output)
+            goal = gave + (target.to(out.dtype) - out).reshape(gave.shape)
+            solve(linear, rows.flatten(0, -2), goal.flatten(0, -2), self.ridge)
+            moved = out + (nn.functional.linear(rows, linear.weight, linear.bias) - gave).reshape(out.shape)
+            return moved if isinstance(output, Tensor) else (moved, *output[1:])
 
-        self.handles.append(self.student.get_submodule(name).register_forward_pre_hook(see))
-
-    def see(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        self.given[module] = (args[0], output)
-
-    def fit_attention(self, place: Place, projection: nn.Linear, module: nn.Module, args: Any, output: Any) -> Any:
-        if place.attention_adds:
-            step = self.wanted[f">{place.between}"] - self.stream.pop(place.block)
-            target = step / scale_of(self.student.get_submodule(place.block), "ls1")
-        else:
-            target = self.wanted[place.host]
-        return self.refit(projection, output, target)
-
-    def fit_mlp(self, place: Place, last: nn.Linear, module: nn.Module, args: Any, output: Any) -> Any:
-        step = self.wanted[place.block] - self.stream.pop(place.between)
-        return self.refit(last, output, step / scale_of(self.student.get_submodule(place.block), "ls2"))
-
-    def refit(self, linear: nn.Linear, output: Any, target: Tensor) -> Any:
-        """Solve the map that gave this output, and give the output of the new one. What a module adds after its map
-        stays as it is."""
-        rows, gave = self.given.pop(linear)
-        out = first_tensor(output)
-        goal = gave + (target.to(out.dtype) - out).reshape(gave.shape)
-        solve(linear, rows.flatten(0, -2), goal.flatten(0, -2), self.ridge)
-        moved = out + (nn.functional.linear(rows, linear.weight, linear.bias) - gave).reshape(out.shape)
-        return moved if isinstance(output, Tensor) else (moved, *output[1:])
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        self.hooks.enter_context(linear.register_forward_hook(see))
+        self.hooks.enter_context(module.register_forward_hook(fit))
+        if before:
+            self.hooks.enter_context(self.student.get_submodule(before).register_forward_pre_hook(note))
 
 
 def solve(linear: nn.Linear, rows: Tensor, goal: Tensor, ridge: float) -> None:
@@ -246,12 +200,7 @@ def solve(linear: nn.Linear, rows: Tensor, goal: Tensor, ridge: float) -> None:
         bias.copy_(solved[-1])
 
 
-def projection_of(model: nn.Module, name: str) -> nn.Linear | None:
-    """The linear layer an attention layer ends in, by the name timm gives it."""
-    found = getattr(model.get_submodule(name), "proj", None)
-    return found if type(found) is nn.Linear else None
-
-
-def last_linear(mlp: nn.Module | None) -> nn.Linear | None:
-    found = getattr(mlp, "fc2", None)
+def linear_in(module: nn.Module | None, name: str) -> nn.Linear | None:
+    """The linear map a module ends in, by the name timm gives it: attention's is `proj`, the MLP's `fc2`."""
+    found = getattr(module, name, None)
     return found if type(found) is nn.Linear else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -11,9 +12,8 @@ from linvit.training.config import Config, Stage
 from linvit.training.contract import Objective, blocks_around_hosts
 from linvit.training.engine.phases import Phase
 from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
-from linvit.training.objectives.distillation import Distillation
+from linvit.training.objectives.distillation import Distillation, Supervised
 from linvit.training.objectives.least_squares import fit_projections
-from linvit.training.objectives.supervised import Supervised
 from linvit.training.objectives.teacher import Teacher
 from linvit.training.processes import LOWERED
 
@@ -45,18 +45,11 @@ def make_objective(
     plain = config.distillation == "none"
     if teacher is None or (plain and not stage.features):
         return supervised
-    blocks: list[str] = []
+    how: dict[str, Any] = {"kind": "soft", "weight": 0.0}  # nothing but the features is learnt from the teacher
+    if not plain:
+        how = {"kind": config.distillation, "weight": config.distillation_weight}
     if stage.features:
         hosts_to_align(teacher.model, student)  # an error where the two are not one architecture
-        blocks = blocks_around_hosts(student)
-    return Distillation(
-        teacher,
-        student,
-        kind="soft" if plain else config.distillation,
-        weight=0.0 if plain else config.distillation_weight,
-        temperature=config.temperature,
-        supervised=supervised,
-        features=blocks,
-        feature_weight=stage.features,
-        labelled=labelled,
-    )
+        how |= {"features": blocks_around_hosts(student), "feature_weight": stage.features}
+    how |= {"temperature": config.temperature, "supervised": supervised, "labelled": labelled}
+    return Distillation(teacher, student, **how)

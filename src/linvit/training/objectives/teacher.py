@@ -1,8 +1,15 @@
-"""The model that a student learns from."""
+"""The model that a student learns from, and activations inside either of the two, recorded by hooks that are idle
+otherwise.
+
+Hooks are set when an objective is made and not in its call, which may be compiled; the compiler follows hooks that are
+there before it starts.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +20,16 @@ from torch import Tensor, nn
 from linvit.conversion.opening import open_model
 from linvit.conversion.saving import label_names
 from linvit.errors import LinvitError
-from linvit.training.objectives.supervised import logits_of
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in a model's output: Hugging Face names them, distilled models in training give two and mean them."""
+    output = getattr(output, "logits", output)
+    if isinstance(output, tuple | list):
+        return torch.stack([part for part in output if isinstance(part, Tensor)]).mean(0)
+    return output
 
 
 class Teacher:
@@ -24,13 +40,9 @@ class Teacher:
     def __init__(
         self, model: nn.Module, *, student: nn.Module | None = None, precision: torch.dtype | None = None
     ) -> None:
-        self.model = model.eval().requires_grad_(False)
-        self.precision = precision
-        first = next(model.parameters())
-        self.dtype = first.dtype
+        self.model, self.precision = model.eval().requires_grad_(False), precision
+        self.dtype = next(model.parameters()).dtype
         self.colours = None if student is None else other_colours(student, model)
-        if self.colours is not None:
-            self.colours = tuple(value.to(first.device) for value in self.colours)
 
     def __call__(self, images: Tensor) -> Tensor:
         """The logits."""
@@ -58,7 +70,8 @@ def other_colours(student: nn.Module, teacher: nn.Module) -> tuple[Tensor, ...] 
         return None
     (our_mean, our_std), (their_mean, their_std) = pairs
     scale, shift = our_std / their_std, (our_mean - their_mean) / their_std
-    return tuple(value.view(-1, 1, 1) for value in (scale, shift))
+    device = next(teacher.parameters()).device
+    return tuple(value.view(-1, 1, 1).to(device) for value in (scale, shift))
 
 
 def open_teacher(source: str | Path, *, pretrained: bool = True, **args: Any) -> nn.Module:
@@ -85,3 +98,62 @@ def check_logits(heard: Tensor, wanted: Tensor) -> None:
     if heard.shape[-1] != wanted.shape[-1]:
         classes = f"{wanted.shape[-1]} classes, the student {heard.shape[-1]}"
         raise LinvitError(f"the teacher has {classes}: choose a teacher of the same classes")
+
+
+class Activations:
+    """The calls and outputs of named modules between `record` and `take`. With `cut`, gradients stop at both ends of a
+    module: it learns from its own output alone, and the model goes on as if nothing were learnt."""
+
+    def __init__(
+        self, model: nn.Module, calls: Collection[str] = (), outputs: Collection[str] = (), *, cut: bool = False
+    ) -> None:
+        self.cut, self.recording, self.hooks = cut, False, ExitStack()
+        self.calls: dict[str, Call] = {}
+        self.outputs: dict[str, Tensor] = {}
+        modules = dict(model.named_modules())
+        for name in (*calls, *outputs):
+            if name not in modules:
+                raise LinvitError(f"{type(model).__name__} has no module '{name}'")
+        for name in calls:
+            hook = modules[name].register_forward_pre_hook(partial(self.before, name), with_kwargs=True)
+            self.hooks.enter_context(hook)
+        for name in outputs:
+            self.hooks.enter_context(modules[name].register_forward_hook(partial(self.after, name)))
+
+    def before(self, name: str, module: nn.Module, args: Any, named: dict[str, Any]) -> Call | None:
+        if not self.recording:
+            return None
+        self.calls[name] = map_tensors(Tensor.detach, (args, named))
+        return self.calls[name] if self.cut else None
+
+    def after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.recording:
+            return None
+        self.outputs[name] = first_tensor(output)
+        return map_tensors(Tensor.detach, output) if self.cut else None
+
+    def record(self) -> None:
+        self.recording = True
+
+    def take(self) -> tuple[dict[str, Call], dict[str, Tensor]]:
+        """What was recorded; nothing of it is kept."""
+        self.recording = False
+        calls, outputs = self.calls, self.outputs
+        self.calls, self.outputs = {}, {}
+        return calls, outputs
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same containers with each tensor mapped. In plain words, which the compiler follows."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_tensors(function, item) for item in tree)
+    return {key: map_tensors(function, item) for key, item in tree.items()} if isinstance(tree, dict) else tree
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The tensor in a module's output: some modules give more beside it, a size say."""
+    while isinstance(output, tuple | list):
+        output = output[0]
+    return output

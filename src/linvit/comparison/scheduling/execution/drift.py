@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from linvit.comparison.results import Drift
 from linvit.measurement.speed import relative_rms
 from linvit.training.contract import BatchSource
-from linvit.training.objectives.supervised import logits_of
+from linvit.training.objectives.teacher import logits_of
 
 KINDS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 IMAGES = 512

@@ -46,8 +46,8 @@ from linvit.tasks.classify.checks import check_same
 from linvit.tasks.classify.fitting import Fitting, Sets
 from linvit.tasks.classify.metrics import Evaluation
 from linvit.training.config import Config
-from linvit.training.engine.determinism import repeatable
 from linvit.training.engine.loop import Output
+from linvit.training.engine.phases import repeatable
 from linvit.training.logs import read_log
 from linvit.training.processes import Processes, make_processes
 

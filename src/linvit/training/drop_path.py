@@ -7,31 +7,28 @@ from timm.layers import DropPath
 from timm.models.efficientvit_mit import ResidualBlock
 from torch import Tensor, nn
 
-from linvit.training.callbacks.callback import Callback, Position
-
 
 def set_drop_path(model: nn.Module, rate: float, skip: int = 0, rule: str = "linear") -> bool:
     """Drop residual branches, except in the first `skip` blocks. By the rule the rate grows evenly from 0 in the first
     block to `rate` in the last (linear), is the same in all (constant), or grows evenly from the first block that is
     not skipped on, and with the training (ramped). False where the model has no place for it."""
     give_places(model)
-    owners = [(owner, names) for owner in model.modules() if (names := places(owner))]
-    for index, (owner, names) in enumerate(owners):
+    kinds = nn.Identity | DropPath | RampedDropPath  # what timm's blocks hold as their drop path
+    places: dict[nn.Module, list[str]] = {}
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if name.startswith("drop_path") and isinstance(child, kinds):
+                places.setdefault(owner, []).append(name)
+    for index, (owner, names) in enumerate(places.items()):
         own = rate
         if rule == "linear":
-            own = rate * index / max(1, len(owners) - 1)
+            own = rate * index / max(1, len(places) - 1)
         elif rule == "ramped":
-            own = rate * (index + 1 - skip) / max(1, len(owners) - skip)
+            own = rate * (index + 1 - skip) / max(1, len(places) - skip)
         for name in names:
             made = RampedDropPath(own) if rule == "ramped" else DropPath(own)
             setattr(owner, name, made if own and index >= skip else nn.Identity())
-    return bool(owners)
-
-
-def places(owner: nn.Module) -> list[str]:
-    """The names under which timm's blocks hold their drop path."""
-    found = nn.Identity | DropPath | RampedDropPath
-    return [n for n, child in owner.named_children() if n.startswith("drop_path") and isinstance(child, found)]
+    return bool(places)
 
 
 def give_places(model: nn.Module) -> None:
@@ -71,17 +68,3 @@ class RampedDropPath(nn.Module):
         keep = (1 - self.rate * self.progress).clamp(min=1e-6)
         drawn = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) < keep
         return x * (drawn / keep).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:g}"
-
-
-class DropPathProgress(Callback):
-    """Tells the ramped ones how much of the training is over."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.progress = [module.progress for module in model.modules() if isinstance(module, RampedDropPath)]
-
-    def before_step(self, at: Position) -> None:
-        torch._foreach_zero_(self.progress)
-        torch._foreach_add_(self.progress, min(1.0, max(0.0, at.progress)))

@@ -1,1 +1,0 @@
-"""Checkpoints: their files, and what of a run is in them."""

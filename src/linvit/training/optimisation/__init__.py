@@ -1,1 +1,0 @@
-"""Optimisers and learning rates."""
