@@ -25,9 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from linvit.attention.linear import LinearAttention, RowSum
-from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.registry import register
+from linvit.attention import Call, LinearAttention, RowSum, Shape, Size, register
 
 
 @register("performer", paper="Performer; Fair Comparison (PA)")

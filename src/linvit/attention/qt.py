@@ -20,11 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.grid import TokenGrid
+from linvit.attention import Call, NormShortcut, Shape, TokenGrid, lift, register, values_at_queries
 from linvit.attention.linear import Constant, Formula, Fusion, LinearAttention, RowSum, Unnormalised
-from linvit.attention.local import NormShortcut, values_at_queries
-from linvit.attention.mechanism import Call, Shape, lift
-from linvit.attention.registry import register
 from linvit.errors import LinvitError
 
 
@@ -69,15 +66,9 @@ class QuadraticTaylor(LinearAttention):
     examples = ({}, {"beta": 1.0, "variant": "compact"}, {"shortcut": True}, {"position": True, "shortcut": True})
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        variant: str | None = None,
-        position: bool = False,
-        shortcut: bool = False,
-        beta: float = 0.0,
-        eps: float = 1e-15,
-    ) -> None:
+        self, shape: Shape, *, variant: str | None = None, position: bool = False, shortcut: bool = False,
+        beta: float = 0.0, eps: float = 1e-15,
+    ) -> None:  # fmt: skip
         super().__init__(shape, variant=variant)
         if beta and self.variant != "compact":
             raise LinvitError("beta belongs to variant='compact' of qt")

@@ -1,4 +1,4 @@
-"""The list of mechanisms. A new one is a file with `@register(...)` and a line in `attention/__init__.py`."""
+"""The list of mechanisms. A new one is a file in this folder with `@register(...)`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from linvit.attention.grid import TokenGrid
-from linvit.attention.mechanism import Mechanism, Shape
-from linvit.attention.with_local import WithLocal
+from linvit.attention.local import WithLocal
+from linvit.attention.mechanism import Mechanism, Shape, TokenGrid
 from linvit.errors import LinvitError, unknown
 
 _MECHANISMS: dict[str, type[Mechanism]] = {}
@@ -55,16 +54,9 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def create_attention(
-    name: str,
-    *,
-    heads: int | None = None,
-    head_dim: int | None = None,
-    value_dim: int | None = None,
-    dim: int | None = None,
-    grid: TokenGrid | None = None,
-    impl: str = "auto",
-    **options: Any,
-) -> Mechanism:
+    name: str, *, heads: int | None = None, head_dim: int | None = None, value_dim: int | None = None,
+    dim: int | None = None, grid: TokenGrid | None = None, impl: str = "auto", **options: Any,
+) -> Mechanism:  # fmt: skip
     """Build a mechanism by name. Those with parameters of their own need the shape they are built for. Beside its own
     options, every mechanism takes `local`, the width of a convolution of the values that is added to its output."""
     cls = mechanism_class(name)

@@ -34,7 +34,7 @@ def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU: for tests, by TRITON_INTERPRET=1."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from linvit.kernels.linear.tiles import add_partials
+    from linvit.kernels.linear.kernels import add_partials
 
     return isinstance(add_partials, InterpretedFunction)
 
@@ -92,6 +92,23 @@ def processors(device: torch.device) -> int:
 
 def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def operands(dtype: torch.dtype, interpreted: bool) -> tuple[Any, Any, str]:
+    """Types of the matrix products' operands: of k and v, and of those with states and gradients; and the precision.
+
+    Sums are in float32 always. float16 has too small a range for states and gradients, so products with those run in
+    tf32, which holds every float16. float32 runs as three tf32 products, which comes to float32's accuracy. Triton's
+    interpreter cannot multiply bfloat16.
+    """
+    import triton.language as tl
+
+    if dtype == torch.float32:
+        return tl.float32, tl.float32, "tf32x3"
+    if dtype == torch.float16:
+        return tl.float16, tl.float32, "tf32"
+    kind = tl.float32 if interpreted else tl.bfloat16
+    return kind, kind, "tf32"
 
 
 def signature_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
