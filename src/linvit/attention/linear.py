@@ -261,3 +261,9 @@ class LinearAttention(Mechanism):
         dtype = v.dtype
         q, k, v = lift(q), lift(k), lift(v)
         return self.finish(self.implied_map(q, k, call) @ v, q, k, v, call).to(dtype)
+
+
+def regroup(x: Tensor, heads: int) -> Tensor:
+    """The same channels in another number of heads: `(batch, h, tokens, d)` to `(batch, heads, tokens, h·d/heads)`."""
+    batch, _, tokens, _ = x.shape
+    return x.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)

@@ -23,12 +23,6 @@ def run(module: nn.Module, x: Tensor) -> Tensor:
     return module(x.to(dtype)).to(x.dtype)
 
 
-def regroup(x: Tensor, heads: int) -> Tensor:
-    """The same channels in another number of heads: `(batch, h, tokens, d)` to `(batch, heads, tokens, h·d/heads)`."""
-    batch, _, tokens, _ = x.shape
-    return x.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
-
-
 def values_at_queries(v: Tensor, call: Call) -> Tensor:
     """v at the queries' positions. Inferred, for hosts that pool: queries that are every s-th token take those
     tokens' values; where keys are pooled, v's picture is resized bilinearly. Prefix tokens pass through."""

@@ -142,9 +142,7 @@ class Call:
     @property
     def keys(self) -> int | Tensor:
         """How many keys take part: a number, or `(batch, 1, 1, 1)` under a mask."""
-        if self.mask is None:
-            return self.key_grid.tokens
-        return self.mask.sum(-1)[:, None, None, None]
+        return self.key_grid.tokens if self.mask is None else self.mask.sum(-1)[:, None, None, None]
 
     @property
     def query_mask(self) -> Tensor | None:
@@ -309,9 +307,7 @@ class Mechanism(nn.Module):
                 raise LinvitError(f"{self.name} was built for {field}={getattr(self.shape, field)}, got {given}")
         fixed = None if can.any_tokens or self.shape.grid is None else self.shape.grid.tokens
         if fixed is not None and keys != fixed:
-            raise LinvitError(
-                f"{self.name} is fixed to the {fixed} tokens it was built for, got {keys}: set grid=TokenGrid(…)"
-            )
+            raise LinvitError(f"{self.name} is fixed to the {fixed} tokens it was built for, got {keys}: build another")
         if mask is not None:
             if not can.key_mask:
                 raise LinvitError(f"{self.name} cannot honour a key mask")

@@ -32,11 +32,9 @@ def no_kernels_on(device: torch.device) -> str | None:
 @lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU: for tests, by TRITON_INTERPRET=1."""
-    from triton.runtime.interpreter import InterpretedFunction
+    from linvit.kernels.linear.kernels import INTERPRETED
 
-    from linvit.kernels.linear.kernels import add_partials
-
-    return isinstance(add_partials, InterpretedFunction)
+    return bool(INTERPRETED.value)
 
 
 @lru_cache(maxsize=64)
@@ -270,7 +268,9 @@ class _Fused(torch.autograd.Function):
         q, k, v, mask, learned, *saved = ctx.saved_tensors
         rest = (mask, learned, saved, ctx.options, ctx.needs_input_grad[8])
         # A checkpoint is valid in a plain backward() only: that is how PyTorch tells it from `grad` and `inputs=`.
-        plainly = torch.autograd._is_checkpoint_valid() and not (watched(q) or watched(k) or watched(v))
+        hooks = q._backward_hooks or k._backward_hooks or v._backward_hooks
+        watched = hooks or q.retains_grad or k.retains_grad or v.retains_grad
+        plainly = torch.autograd._is_checkpoint_valid() and not watched
         if ctx.whole is not None and plainly:
             d_whole = torch.empty(ctx.whole, dtype=q.dtype, device=q.device)
             row, strides = packed_strides(q.shape)
@@ -280,8 +280,3 @@ class _Fused(torch.autograd.Function):
         dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
         d_learned = ctx.op.backward(grad, q, k, v, dq, dk, dv, *rest)
         return None, None, None, None, dq, dk, dv, None, d_learned
-
-
-def watched(view: Tensor) -> bool:
-    """Whether somebody has asked to see the gradient of a view."""
-    return bool(view._backward_hooks) or view.retains_grad
