@@ -75,9 +75,7 @@ class Castling(LinearAttention):
         return self.add_local(F.normalize(out, dim=-1, eps=self.eps), v, call)
 
     def add_local(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
-        if self.conv is None:
-            return out
-        return out + self.conv(values_at_queries(call.keep(v), call))
+        return out if self.conv is None else out + self.conv(values_at_queries(call.keep(v), call))
 
     def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
         if call.grid != call.key_grid:

@@ -42,10 +42,8 @@ class Taylor(LinearAttention):
         self.capabilities = replace(self.capabilities, normalised=paper, rotary=paper)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if self.variant == "paper":
-            k = k - call.keep(k).sum(-2, keepdim=True) / call.keys
-        else:
-            k = k - k.mean(-1, keepdim=True)
+        paper = self.variant == "paper"
+        k = k - (call.keep(k).sum(-2, keepdim=True) / call.keys if paper else k.mean(-1, keepdim=True))
         return F.pad(q * q.shape[-1] ** -0.5, (0, 1), value=1.0), F.pad(k, (0, 1), value=1.0)
 
     def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
@@ -130,9 +128,7 @@ class QuadraticTaylor(LinearAttention):
         return 2 * head_dim + 1 if self.beta else head_dim + 1
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        if self.shortcut is None:
-            return out
-        return out + values_at_queries(self.shortcut(v), call)
+        return out if self.shortcut is None else out + values_at_queries(self.shortcut(v), call)
 
 
 class KeyPosition(nn.Module):

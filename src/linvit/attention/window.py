@@ -45,14 +45,8 @@ class Window(Mechanism):
             self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(offsets, shape.heads or 1), std=0.02))
 
     def tiling(self, grid: TokenGrid) -> Tiling:
-        rows, columns = self.shift
-        return Tiling(
-            grid,
-            min(self.height, grid.height),
-            min(self.width, grid.width),
-            rows if grid.height > self.height else 0,
-            columns if grid.width > self.width else 0,
-        )
+        down, right = self.shift[0] * (grid.height > self.height), self.shift[1] * (grid.width > self.width)
+        return Tiling(grid, min(self.height, grid.height), min(self.width, grid.width), down, right)
 
     def place_bias(self, tiling: Tiling, table: Tensor) -> Tensor:
         """Swin's table looked up for every pair of places in a window: `(1, heads, 1, places, places)`."""

@@ -67,8 +67,7 @@ class CrossCovariance(Mechanism):
         q, k = call.keep(q), call.keep(k)
         scores = (q.transpose(-2, -1) @ k).float()
         if self.variant == "xcit":
-            lengths = (torch.linalg.vector_norm(t, dim=-2, dtype=torch.float32).clamp_min(self.eps) for t in (q, k))
-            query, key = lengths
+            query, key = (torch.linalg.vector_norm(t, dim=-2, dtype=torch.float32).clamp_min(self.eps) for t in (q, k))
             scores = scores * (self.temperature.float()[:, None, None] / (query.unsqueeze(-1) * key.unsqueeze(-2)))
         else:
             scores = scores * (call.keys.float() if isinstance(call.keys, Tensor) else call.keys) ** -0.5
