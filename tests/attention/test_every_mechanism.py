@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from linvit.attention import Mechanism, Size, TokenGrid
-from linvit.attention.mechanism import Call, regroup
+from linvit.attention import Call, Mechanism, Size, TokenGrid, regroup
 from linvit.errors import LinvitError
 from tests.attention.cases import Case, call, cases, every, inputs, relative_rms, supported
 

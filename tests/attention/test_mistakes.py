@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import linvit
 from linvit import LinvitError, TokenGrid, create_attention
-from linvit.attention.mechanism import Call
+from linvit.attention import Call
 from tests.attention.cases import relative_rms
 
 GRID = TokenGrid(3, 4, 1)
@@ -94,7 +94,7 @@ def test_grids() -> None:
 def test_any_shape_is_its_map_times_v(
     name: str, batch: int, heads: int, height: int, width: int, prefix: int, head_dim: int, seed: int
 ) -> None:
-    from linvit.attention.mechanism import regroup
+    from linvit.attention import regroup
 
     grid = TokenGrid(height, width, prefix)
     generator = torch.Generator().manual_seed(seed)

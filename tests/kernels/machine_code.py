@@ -20,12 +20,12 @@ import torch
 import triton
 from torch import Tensor
 
+from linvit.kernels import linear as linear_launch
+from linvit.kernels import mobile as mobile_launch
+from linvit.kernels import relu_quadratic as relu_quadratic_launch
 from linvit.kernels.fused import Launch, signature_of
 from linvit.kernels.linear import Formula
-from linvit.kernels.linear import launch as linear_launch
 from linvit.kernels.mobile import Options
-from linvit.kernels.mobile import launch as mobile_launch
-from linvit.kernels.relu_quadratic import launch as relu_quadratic_launch
 
 PROCESSORS = 132
 DISASSEMBLER = Path(triton.__path__[0], "backends", "nvidia", "bin", "nvdisasm")
@@ -96,8 +96,9 @@ def relu_quadratic(
     q, k, v, dq, dk, dv = (meta(dtype, batch, heads, tokens, dim) for _ in range(6))
     bias = meta(dtype, 1, heads, tokens, tokens) if biased else None
     with recorded() as found:
-        out = relu_quadratic_launch.forward(q, k, v, None, bias, signature_of(q, k, v))
-        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, bias, biased)
+        options = relu_quadratic_launch.Options()
+        (out,) = relu_quadratic_launch.forward(q, k, v, None, bias, options, True, signature_of(q, k, v))
+        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, bias, [], options, biased)
     return found
 
 

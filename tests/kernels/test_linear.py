@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from linvit.kernels import linear as launch
 from linvit.kernels.fused import packed_source
-from linvit.kernels.linear import Formula, launch, linear_attention, linear_attention_packed
+from linvit.kernels.linear import Formula, linear_attention, op
 from tests.kernels.linear_reference import DTYPES, FORMULAS, HALF, compare, draw, error, every, inputs, reference
 
 
@@ -142,7 +143,7 @@ def test_packed_projection_gets_a_packed_gradient(device: torch.device) -> None:
     separate = [t.detach().requires_grad_() for t in (q, k, v)]
     stacked = torch.autograd.grad(linear_attention(*separate, formula).sin().sum(), separate)
     wanted = torch.stack(stacked).permute(1, 3, 0, 2, 4).reshape(flat.shape)
-    for out in (linear_attention(q, k, v, formula), linear_attention_packed(qkv.view(2, 24, 3, 2, 8), formula)):
+    for out in (linear_attention(q, k, v, formula), op.packed(qkv.view(2, 24, 3, 2, 8), None, None, formula)):
         flat.grad = None
         out.sin().sum().backward(retain_graph=True)
         assert torch.equal(flat.grad, wanted)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from linvit.kernels.linear import layout_of, linear_attention, linear_attention_packed, why_not
+from linvit.kernels.linear import layout_of, linear_attention, op, why_not
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.linear_reference import FORMULAS, draw, inputs, reference
 
@@ -40,7 +40,7 @@ def test_compiles_as_one_graph(device: torch.device) -> None:
 
 class Packed(torch.nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
-        return linear_attention_packed(qkv, FORMULAS["relu"])
+        return op.packed(qkv, None, None, FORMULAS["relu"])
 
 
 def test_exports_with_any_number_of_tokens(device: torch.device) -> None:

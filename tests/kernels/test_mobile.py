@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.attention import Size, TokenGrid, create_attention
 from linvit.errors import LinvitError
-from linvit.kernels.mobile import launch, mobile, why_not
+from linvit.kernels.mobile import cut_of, mobile, why_not
 from tests.kernels.conftest import ON_GPU
 
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 6e-3}
@@ -75,7 +75,7 @@ def test_key_mask_and_chunks(device: torch.device, variant: str) -> None:
     mask = draw(device, torch.float32, 2, 140) > -0.5
     mask[0, :80] = False
     check(*(draw(device, torch.float32, 2, 1, 140, 8, seed=s) for s in range(3)), 2, variant, mask)
-    assert launch.cut_of(2, 8, 8, 140, 2, 4).chunks > 1
+    assert cut_of(2, 8, 8, 140, 2, 4).chunks > 1
 
 
 def test_a_head_that_wins_everywhere_does_not_overflow(device: torch.device) -> None:

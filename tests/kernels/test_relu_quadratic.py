@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.attention import create_attention
 from linvit.errors import LinvitError
+from linvit.kernels import relu_quadratic as launch
+from linvit.kernels.relu_quadratic import Options, on_cpu, relu_quadratic, why_not, why_not_bias
 from linvit.kernels.relu_quadratic import cpu as on_tiles
-from linvit.kernels.relu_quadratic import launch, on_cpu, relu_quadratic, why_not, why_not_bias
 from linvit.measurement.clock import peak_memory
 from tests.kernels.conftest import ON_GPU
 
@@ -182,7 +183,9 @@ def test_outputs_are_written_whole(device: torch.device, monkeypatch: pytest.Mon
     out = relu_quadratic(q, k, v)
     assert out.isfinite().all()
     gradients = [torch.full_like(t, float("nan")) for t in (q, k, v)]
-    launch.backward(torch.ones_like(out), *(t.detach() for t in (q, k, v)), *gradients, None)
+    launch.backward(
+        torch.ones_like(out), *(t.detach() for t in (q, k, v)), *gradients, None, None, [], Options(), False
+    )
     assert all(g.isfinite().all() for g in gradients)
 
 

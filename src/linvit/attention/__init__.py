@@ -1,28 +1,14 @@
-"""The mechanisms: how tokens talk. One file each, or one per close family."""
+"""The mechanisms: how tokens talk. One file each, or one per close family; a file registers what it holds.
 
-from linvit.attention import (  # noqa: F401  importing a file registers what it holds
-    agent,
-    castling,
-    cosformer,
-    efficient,
-    fastformer,
-    flatten,
-    flow,
-    hedgehog,
-    hydra,
-    inline,
-    linformer,
-    mobile,
-    performer,
-    qt,
-    relu_linear,
-    sima,
-    softmax,
-    stella,
-    window,
-    xca,
-)
-from linvit.attention.grid import TokenGrid
+A new one is a file in this folder with `@register(...)`.
+"""
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
 from linvit.attention.linear import (
     Constant,
     Direction,
@@ -36,40 +22,82 @@ from linvit.attention.linear import (
     RowSum,
     Sigmoid,
     Unnormalised,
+    regroup,
 )
-from linvit.attention.local import GridConv, NormShortcut, TokenConv, begin_at_zero, values_at_queries
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, lift, regroup
-from linvit.attention.registry import create_attention, list_mechanisms, mechanism_class, options_of, register
+from linvit.attention.local import GridConv, NormShortcut, TokenConv, WithLocal, begin_at_zero, values_at_queries
+from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift
+from linvit.errors import LinvitError, unknown
 
 __all__ = [
-    "Call",
-    "Capabilities",
-    "Constant",
-    "Direction",
-    "EluPlusOne",
-    "Feature",
-    "Formula",
-    "Fusion",
-    "GridConv",
-    "LinearAttention",
-    "Mechanism",
-    "NormShortcut",
-    "Normaliser",
-    "ReLU",
-    "RowSum",
-    "Shape",
-    "Sigmoid",
-    "Size",
-    "TokenConv",
-    "TokenGrid",
-    "Unnormalised",
-    "begin_at_zero",
-    "create_attention",
-    "lift",
-    "list_mechanisms",
-    "mechanism_class",
-    "options_of",
-    "register",
-    "regroup",
-    "values_at_queries",
-]
+    "Call", "Capabilities", "Constant", "Direction", "EluPlusOne", "Feature", "Formula", "Fusion", "GridConv",
+    "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "ReLU", "RowSum", "Shape", "Sigmoid", "Size",
+    "TokenConv", "TokenGrid", "Unnormalised", "begin_at_zero", "create_attention", "lift", "list_mechanisms",
+    "mechanism_class", "options_of", "register", "regroup", "values_at_queries",
+]  # fmt: skip
+
+_MECHANISMS: dict[str, type[Mechanism]] = {}
+LOCAL = "local"  # the option that every mechanism takes
+IMPLEMENTATIONS = ("auto", "triton", "reference")
+
+
+def register(name: str, *, paper: str) -> Callable[[type[Mechanism]], type[Mechanism]]:
+    """Class decorator: make a mechanism known under `name`."""
+
+    def add(cls: type[Mechanism]) -> type[Mechanism]:
+        if name in _MECHANISMS:
+            raise LinvitError(f"a mechanism named '{name}' is registered already")
+        cls.name, cls.paper = name, paper
+        _MECHANISMS[name] = cls
+        return cls
+
+    return add
+
+
+def list_mechanisms() -> list[str]:
+    """Names of all mechanisms, sorted."""
+    return sorted(_MECHANISMS)
+
+
+def mechanism_class(name: str) -> type[Mechanism]:
+    """The class registered under `name`."""
+    if name not in _MECHANISMS:
+        raise unknown("mechanism", name, _MECHANISMS)
+    return _MECHANISMS[name]
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options a mechanism takes beside its shape, with their defaults."""
+    options: dict[str, Any] = {}
+    for cls in reversed(mechanism_class(name).__mro__):
+        if issubclass(cls, Mechanism) and "__init__" in vars(cls):
+            for parameter in inspect.signature(cls).parameters.values():
+                if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                    options[parameter.name] = parameter.default
+    if not mechanism_class(name).variants:
+        options.pop("variant", None)
+    return {**options, LOCAL: 0}
+
+
+def create_attention(
+    name: str, *, heads: int | None = None, head_dim: int | None = None, value_dim: int | None = None,
+    dim: int | None = None, grid: TokenGrid | None = None, impl: str = "auto", **options: Any,
+) -> Mechanism:  # fmt: skip
+    """Build a mechanism by name. Those with parameters of their own need the shape they are built for. Beside its own
+    options, every mechanism takes `local`, the width of a convolution of the values that is added to its output."""
+    cls = mechanism_class(name)
+    if impl not in IMPLEMENTATIONS:
+        raise unknown("implementation", impl, IMPLEMENTATIONS)
+    known = options_of(name)
+    for option in options:
+        if option not in known:
+            raise unknown(f"option of {name}", option, known)
+    own = {option: value for option, value in options.items() if option != LOCAL}
+    mechanism = cls(Shape(heads, head_dim, value_dim, dim, grid), **own)
+    if options.get(LOCAL):
+        mechanism = WithLocal(mechanism, options[LOCAL])
+    mechanism.impl, mechanism.options = impl, options
+    return mechanism
+
+
+for file in iter_modules(__path__):
+    import_module(f"{__name__}.{file.name}")

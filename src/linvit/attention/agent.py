@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.grid import TokenGrid
+from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift, register
 from linvit.attention.local import GridConv, values_at_queries
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, lift
-from linvit.attention.registry import register
 from linvit.errors import LinvitError
 
 

@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenConv, lift, register, values_at_queries
 from linvit.attention.linear import Constant, Direction, Formula, Fusion, LinearAttention
-from linvit.attention.local import TokenConv, values_at_queries
-from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, lift
-from linvit.attention.registry import register
 from linvit.errors import LinvitError
 
 
@@ -46,14 +44,9 @@ class Castling(LinearAttention):
     sparse_scale: Tensor
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        kernel_size: int | None = 9,
-        sparse: bool = False,
-        threshold: float | None = None,
+        self, shape: Shape, *, kernel_size: int | None = 9, sparse: bool = False, threshold: float | None = None,
         eps: float = 1e-6,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(shape)
         self.sparse, self.threshold, self.eps = sparse, threshold, eps
         self.feature = Direction(eps)
@@ -82,9 +75,7 @@ class Castling(LinearAttention):
         return self.add_local(F.normalize(out, dim=-1, eps=self.eps), v, call)
 
     def add_local(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
-        if self.conv is None:
-            return out
-        return out + self.conv(values_at_queries(call.keep(v), call))
+        return out if self.conv is None else out + self.conv(values_at_queries(call.keep(v), call))
 
     def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
         if call.grid != call.key_grid:
@@ -140,6 +131,3 @@ class Angular(Mechanism):
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return F.normalize(out, dim=-1, eps=self.eps) if self.variant == "output_norm" else out
-
-    def macs(self, size: Size) -> int:
-        return size.batch * size.heads * size.queries * size.keys * (size.head_dim + size.value_dim)

@@ -22,10 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.grid import TokenGrid
-from linvit.attention.linear import LinearAttention, ReLU, RowSum
-from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.registry import register
+from linvit.attention import Call, LinearAttention, ReLU, RowSum, Shape, Size, TokenGrid, register
 
 
 @register("cosformer", paper="cosFormer")

@@ -15,9 +15,7 @@ their sum divides it afterwards.
 
 from torch import Tensor
 
-from linvit.attention.linear import Formula, Fusion, LinearAttention, Unnormalised
-from linvit.attention.mechanism import Call
-from linvit.attention.registry import register
+from linvit.attention import Call, Formula, Fusion, LinearAttention, Unnormalised, register
 
 
 @register("efficient", paper="Efficient Attention; Fair Comparison (EA); CoaT")

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import NO_KERNEL, ONLY_BFLOAT16, Call, Capabilities, Mechanism, Shape, Size
-from linvit.attention.registry import register
+from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, register
 from linvit.errors import LinvitError
 
 
@@ -52,10 +51,8 @@ class Fastformer(Mechanism):
         The heads are side by side in one matrix product, of which the blocks on the diagonal count, and the global
         query goes into the score's weight, so that q_g ⊙ k is not made.
         """
-        if self.impl == "triton":
-            return NO_KERNEL
         if q.dtype != torch.bfloat16:
-            return ONLY_BFLOAT16
+            return "its faster way is for bfloat16 only"
         rows_q, rows_k = (t.transpose(1, 2).flatten(2) for t in (q, k))
         weight, bias = self.query_score.spread()
         global_query = self.pool_rows(rows_q, rows_q @ weight.to(q.dtype) + bias, call)
@@ -87,10 +84,8 @@ class Fastformer(Mechanism):
         """`out + q`; q comes as the mechanism got it, `(batch, heads, tokens, head_dim)`."""
         query = q.transpose(1, 2).flatten(2)
         if query.shape != out.shape:
-            raise LinvitError(
-                f"{self.name} adds the query to the projected output: {query.shape[-1]} channels do not fit "
-                f"{out.shape[-1]}"
-            )
+            wide = f"{query.shape[-1]} channels do not fit {out.shape[-1]}"
+            raise LinvitError(f"{self.name} adds the query to the projected output: {wide}")
         return out + query.to(out.dtype)
 
     def macs(self, size: Size) -> int:

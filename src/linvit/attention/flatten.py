@@ -20,11 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.linear import LinearAttention, RowSum
-from linvit.attention.local import GridConv
-from linvit.attention.mechanism import Call, Capabilities, Shape, Size
+from linvit.attention import Call, Capabilities, GridConv, LinearAttention, RowSum, Shape, Size, register
 from linvit.attention.qt import KeyPosition
-from linvit.attention.registry import register
 
 
 @register("focused", paper="FLatten Transformer")

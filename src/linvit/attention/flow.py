@@ -15,20 +15,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from linvit.attention.linear import LinearAttention, Unnormalised
-from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.registry import register
+from linvit.attention import Call, LinearAttention, Shape, Size, Unnormalised, register
 
 
 def conserved_flows(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    *,
-    eps: float,
-    floor: float = 0.0,
-    query_mask: Tensor | None = None,
+    phi_q: Tensor, phi_k: Tensor, *, eps: float, floor: float = 0.0, query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """I, Ī and Ō, `(…, n, 1)` each, summed along the second last axis: tokens here, heads in Mobile-Attention.
 
     The masks, `(batch, 1, n, 1)`, are true for what takes part in the sums. `floor` is added to every flow.
@@ -59,13 +52,9 @@ class Flow(LinearAttention):
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         phi_q, phi_k = q.sigmoid(), k.sigmoid()
         query_mask, key_mask = (None if m is None else m[:, None, :, None] for m in (call.query_mask, call.mask))
+        floor = self.eps if self.variant == "vision" else 0.0
         incoming, conserved_in, conserved_out = conserved_flows(
-            phi_q,
-            phi_k,
-            eps=self.eps,
-            floor=self.eps if self.variant == "vision" else 0.0,
-            query_mask=query_mask,
-            key_mask=key_mask,
+            phi_q, phi_k, eps=self.eps, floor=floor, query_mask=query_mask, key_mask=key_mask
         )
         ratio = 1.0 if call.grid == call.key_grid else call.grid.tokens / call.keys
         competition = call.keep(conserved_out.clamp(-1, 1), float("-inf")).softmax(-2) * call.keys

@@ -14,9 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from linvit.attention.linear import LinearAttention, RowSum
-from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.registry import register
+from linvit.attention import Call, LinearAttention, RowSum, Shape, Size, register
 
 
 @register("hedgehog", paper="The Hedgehog & the Porcupine")
@@ -35,18 +33,15 @@ class Hedgehog(LinearAttention):
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         q = q @ self.to_q.to(q.dtype) + self.bias_q.to(q.dtype)
         k = k @ self.to_k.to(k.dtype) + self.bias_k.to(k.dtype)
+        q, k = torch.cat((q, -q), dim=-1), torch.cat((k, -k), dim=-1)
         if self.variant == "softmax":
-            return both(q.softmax(-1), (-q).softmax(-1)), both(k.softmax(-1), (-k).softmax(-1))
-        q_top = q.abs().amax(-1, keepdim=True).detach()
-        k_top = call.keep(k).abs().amax((-2, -1), keepdim=True).detach()
-        return both(q - q_top, -q - q_top).exp(), both(k - k_top, -k - k_top).exp()
+            return q.unflatten(-1, (2, -1)).softmax(-1).flatten(-2), k.unflatten(-1, (2, -1)).softmax(-1).flatten(-2)
+        q_top = q.amax(-1, keepdim=True).detach()
+        k_top = call.keep(k).amax((-2, -1), keepdim=True).detach()
+        return (q - q_top).exp(), (k - k_top).exp()
 
     def width(self, head_dim: int) -> int:
         return 2 * head_dim
 
     def feature_macs(self, size: Size) -> int:
         return size.batch * size.heads * (size.queries + size.keys) * size.head_dim**2
-
-
-def both(x: Tensor, y: Tensor) -> Tensor:
-    return torch.cat((x, y), dim=-1)

@@ -14,9 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linvit.attention.linear import LinearAttention, Unnormalised
-from linvit.attention.mechanism import Call, Capabilities, Shape, Size, regroup
-from linvit.attention.registry import register
+from linvit.attention import Call, Capabilities, LinearAttention, Shape, Size, Unnormalised, register, regroup
 
 
 @register("hydra", paper="Hydra Attention")

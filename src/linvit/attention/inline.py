@@ -21,10 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.linear import Constant, LinearAttention
-from linvit.attention.local import values_at_queries
-from linvit.attention.mechanism import Call, Capabilities, Shape, Size, run
-from linvit.attention.registry import register
+from linvit.attention import Call, Capabilities, Constant, LinearAttention, Shape, Size, register, values_at_queries
+from linvit.attention.local import run
 from linvit.errors import LinvitError, unknown
 
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,9 +46,7 @@ class InLine(LinearAttention):
             raise unknown("kernel of inline", kernel, KERNELS)
         heads, channels = shape.heads or 1, shape.channels
         if channels % heads:
-            raise LinvitError(
-                f"inline groups the block's {channels} channels by its {heads} heads, which do not divide"
-            )
+            raise LinvitError(f"inline groups the block's {channels} channels by {heads} heads, which do not divide")
         self.phi = KERNELS[kernel]
         self.capabilities = replace(self.capabilities, rotary=kernel == "identity")
         self.residual = nn.Sequential(

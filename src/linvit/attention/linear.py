@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.grid import TokenGrid
-from linvit.attention.mechanism import Call, Mechanism, Shape, Size, lift
+from linvit.attention.mechanism import Call, Mechanism, Shape, Size, TokenGrid, lift
 from linvit.kernels import linear as kernel
 from linvit.kernels.fused import plain, signature_of, unserved
 from linvit.kernels.linear import Formula
@@ -130,14 +129,11 @@ class Constant(Normaliser):
         return self.factor(call.keys, head_dim) / self.factor(call.key_grid.tokens, head_dim)
 
 
-class Unnormalised(Normaliser):
+@dataclass(frozen=True)
+class Unnormalised(Constant):
     """One: nothing is divided by."""
 
-    def __call__(self, phi_q: Tensor, phi_k: Tensor, head_dim: int, call: Call) -> float:
-        return 1.0
-
-    def kernel(self, keys: int, head_dim: int) -> dict[str, Any] | None:
-        return {}
+    factor: Callable[[int | Tensor, int], Tensor | float] = lambda keys, head_dim: 1.0
 
 
 @dataclass(frozen=True)
@@ -159,23 +155,16 @@ class LinearAttention(Mechanism):
 
     feature: Feature = Feature()
     normaliser: Normaliser
+    triton = True
 
     def __init__(self, shape: Shape, *, variant: str | None = None) -> None:
         super().__init__(shape, variant=variant)
         self.known: dict[tuple[Any, ...], tuple[str, TokenGrid, Formula]] = {}  # by signature, calls for the short way
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: TokenGrid | None = None,
-        *,
-        key_grid: TokenGrid | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        x: Tensor | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, *, key_grid: TokenGrid | None = None,
+        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend; by the short way where a call like this one was checked and is nothing but the kernel's formula.
 
         The checks take the host longer than the launch, and at small sizes the host is what one waits for.
@@ -272,3 +261,9 @@ class LinearAttention(Mechanism):
         dtype = v.dtype
         q, k, v = lift(q), lift(k), lift(v)
         return self.finish(self.implied_map(q, k, call) @ v, q, k, v, call).to(dtype)
+
+
+def regroup(x: Tensor, heads: int) -> Tensor:
+    """The same channels in another number of heads: `(batch, h, tokens, d)` to `(batch, heads, tokens, h·d/heads)`."""
+    batch, _, tokens, _ = x.shape
+    return x.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)

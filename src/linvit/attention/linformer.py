@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import NO_KERNEL, Call, Capabilities, Mechanism, Shape, Size
-from linvit.attention.registry import register
+from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, register
 
 
 @register("linformer", paper="Linformer; Fair Comparison (LA)")
@@ -54,8 +53,6 @@ class Linformer(Mechanism):
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         """By PyTorch's softmax attention over the few."""
-        if self.impl == "triton":
-            return NO_KERNEL
         if q.dtype == torch.float16:
             return "float16 has too small a range for sums over tokens"
         low_k = along_tokens(self.for_keys, call.keep(k))

@@ -6,13 +6,21 @@ the grid: branches over the grid add nothing to them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.grid import TokenGrid
-from linvit.attention.mechanism import Call, Size, run
+from linvit.attention.mechanism import Call, Mechanism, Size, TokenGrid
 from linvit.errors import LinvitError
+
+
+def run(module: nn.Module, x: Tensor) -> Tensor:
+    """A submodule with parameters on lifted `x`: in the parameters' own dtype, the result back in x's."""
+    dtype = next(module.parameters()).dtype
+    return module(x.to(dtype)).to(x.dtype)
 
 
 def values_at_queries(v: Tensor, call: Call) -> Tensor:
@@ -69,7 +77,7 @@ class TokenConv(nn.Module):
 
 
 class GridConv(nn.Module):
-    """A depthwise convolution over the patch grid. With `heads` the filters are shared by that many heads."""
+    """A depthwise convolution over the patch grid. With the channels of one head, its filters are shared by all."""
 
     def __init__(self, channels: int, kernel_size: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -107,3 +115,57 @@ def begin_at_zero(mechanism: nn.Module) -> None:
         if isinstance(module, GridConv | TokenConv | NormShortcut):
             for parameter in module.parameters():
                 nn.init.zeros_(parameter)
+
+
+class WithLocal(Mechanism):
+    """Any mechanism with a local branch, `create_attention(name, local=3)`: `out = mechanism(q, k, v) + conv(v)`.
+
+    The convolution is depthwise over the patch grid, as wide as asked for, and zero at first: a converted model begins
+    as it would without. What linear attention lacks most is a sharp look at the neighbourhood, and this costs next to
+    nothing. The mechanism inside does all it did; one whose paper has a branch of its own keeps it beside this one.
+    """
+
+    def __init__(self, inner: Mechanism, kernel_size: int) -> None:
+        self.name, self.paper = inner.name, inner.paper  # type: ignore[misc]
+        if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
+            raise LinvitError(f"local is the width of a convolution: an odd number, got {kernel_size!r}")
+        super().__init__(inner.shape)
+        self.require("heads", "head_dim")
+        self.built_for |= inner.built_for
+        self.variant, self.triton, self.inner = inner.variant, inner.triton, inner
+        self.capabilities = replace(inner.capabilities, grid=True, equivariant=False)
+        self.conv = GridConv((inner.shape.heads or 1) * inner.shape.values, kernel_size, bias=False)
+        nn.init.zeros_(self.conv.conv.weight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "impl" and "inner" in self._modules:
+            self.inner.impl = value
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return self.inner.core(q, k, v, call)
+
+    def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return self.inner.finish(out, q, k, v, call) + self.near(v, call)
+
+    def near(self, v: Tensor, call: Call) -> Tensor:
+        return self.conv(values_at_queries(call.keep(v), call), call.grid)
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
+        out = self.inner.fused(q, k, v, call)
+        return out if isinstance(out, str) else out + self.near(v, call).to(out.dtype)
+
+    def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        return self.inner.implied_map(q, k, call)
+
+    def macs(self, size: Size) -> int:
+        return self.inner.macs(size) + self.conv.macs(size)
+
+    def after_projection(self, out: Tensor, q: Tensor) -> Tensor:
+        return self.inner.after_projection(out, q)
+
+    def between(self, x: Tensor, grid: TokenGrid) -> Tensor:
+        return self.inner.between(x, grid)
+
+    def between_macs(self, size: Size) -> int:
+        return self.inner.between_macs(size)

@@ -16,8 +16,49 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from linvit.attention.grid import TokenGrid
 from linvit.errors import LinvitError, unknown
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """The layout of a token sequence: `prefix` tokens first, then the patches row by row."""
+
+    height: int
+    width: int
+    prefix: int = 0
+
+    def __post_init__(self) -> None:
+        if self.height < 1 or self.width < 1 or self.prefix < 0:
+            raise LinvitError(f"a token grid needs height and width of at least 1 and no negative prefix, got {self}")
+
+    @classmethod
+    def line(cls, tokens: int) -> TokenGrid:
+        """A plain sequence, for mechanisms that do not look at the grid."""
+        return cls(1, tokens)
+
+    @property
+    def patches(self) -> int:
+        return self.height * self.width
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.patches
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Prefix tokens and patch tokens of `x`, whose second last axis is tokens."""
+        return x[..., : self.prefix, :], x[..., self.prefix :, :]
+
+    def to_map(self, x: Tensor) -> Tensor:
+        """Patch tokens `(batch, heads, patches, channels)` as a picture `(batch, heads · channels, height, width)`."""
+        batch, heads, _, channels = x.shape
+        return x.transpose(2, 3).reshape(batch, heads * channels, self.height, self.width)
+
+    def from_map(self, picture: Tensor, heads: int) -> Tensor:
+        """The inverse of `to_map`: `(batch, heads, patches, channels)`."""
+        return picture.reshape(picture.shape[0], heads, -1, self.patches).transpose(2, 3)
+
+    def __str__(self) -> str:
+        return f"{self.prefix} + {self.height}×{self.width}" if self.prefix else f"{self.height}×{self.width}"
 
 
 @dataclass(frozen=True)
@@ -91,14 +132,6 @@ class Call:
     bias: Tensor | None = None  # see `Mechanism.forward`
     x: Tensor | None = None
 
-    def whole_bias(self, batch: int) -> Tensor | None:
-        """The bias with as many images as there are, or one."""
-        if self.bias is None or len(self.bias) == 1:
-            return self.bias
-        if not torch.compiler.is_compiling() and len(self.bias) == batch:  # to a compiler, the answer would be a guard
-            return self.bias
-        return self.bias.repeat(batch // len(self.bias), 1, 1, 1)
-
     def keep(self, per_key: Tensor, fill: float = 0.0) -> Tensor:
         """`per_key`, `(batch, heads, keys, …)`, with the masked keys filled."""
         if self.mask is None:
@@ -109,9 +142,7 @@ class Call:
     @property
     def keys(self) -> int | Tensor:
         """How many keys take part: a number, or `(batch, 1, 1, 1)` under a mask."""
-        if self.mask is None:
-            return self.key_grid.tokens
-        return self.mask.sum(-1)[:, None, None, None]
+        return self.key_grid.tokens if self.mask is None else self.mask.sum(-1)[:, None, None, None]
 
     @property
     def query_mask(self) -> Tensor | None:
@@ -127,7 +158,6 @@ class Call:
 
 
 NO_KERNEL = "it has no Triton kernel; use impl='auto' or 'reference'"
-ONLY_BFLOAT16 = "its faster way is for bfloat16 only"
 
 
 class Mechanism(nn.Module):
@@ -140,6 +170,7 @@ class Mechanism(nn.Module):
     builds_on_grid: ClassVar[bool] = False  # has parameters laid out for the grid it is built for
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets the registry-wide tests run over
     capabilities: Capabilities = Capabilities()
+    triton: bool = False  # `fused` may run a Triton kernel, and is then tried for impl="triton" too
 
     def __init__(self, shape: Shape, *, variant: str | None = None) -> None:
         super().__init__()
@@ -174,8 +205,8 @@ class Mechanism(nn.Module):
         raise LinvitError(f"{self.name} mixes channels, not tokens: it has no map")
 
     def macs(self, size: Size) -> int:
-        """Exact multiply-accumulates of one call of the reference, local branch included."""
-        raise NotImplementedError
+        """Exact multiply-accumulates of one call of the reference, local branch included; here q · kᵀ and map · v."""
+        return size.batch * size.heads * size.queries * size.keys * (size.head_dim + size.value_dim)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         """A faster way to the same output, or why there is none. Not tried when impl is 'reference'."""
@@ -194,17 +225,9 @@ class Mechanism(nn.Module):
         return 0
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: TokenGrid | None = None,
-        *,
-        key_grid: TokenGrid | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        x: Tensor | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, *, key_grid: TokenGrid | None = None,
+        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend: q, k, v are `(batch, heads, tokens, head_dim)` in any strides, the output like v at q's tokens.
 
         `mask`, boolean `(batch, keys)`, is true for the keys that take part. `bias` is added to the logits: what
@@ -214,7 +237,7 @@ class Mechanism(nn.Module):
         call = self._check(q, k, v, grid, key_grid, mask, bias, x)
         with outside_autocast(q.device):
             if self.impl != "reference":
-                out = self.fused(q, k, v, call)
+                out = self.fused(q, k, v, call) if self.triton or self.impl == "auto" else NO_KERNEL
                 if not isinstance(out, str):
                     return out
                 if self.impl == "triton":
@@ -246,16 +269,9 @@ class Mechanism(nn.Module):
             return self.implied_map(lift(q), lift(k), call)
 
     def _check(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        grid: TokenGrid | None,
-        key_grid: TokenGrid | None = None,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        x: Tensor | None = None,
-    ) -> Call:
+        self, q: Tensor, k: Tensor, v: Tensor | None, grid: TokenGrid | None, key_grid: TokenGrid | None = None,
+        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None,
+    ) -> Call:  # fmt: skip
         can = self.capabilities
         for_map, v = v is None, k if v is None else v
         for letter, tensor in (("q", q), ("k", k), ("v", v)):
@@ -289,19 +305,15 @@ class Mechanism(nn.Module):
         for field, given in (("heads", q.shape[1]), ("head_dim", q.shape[3])):
             if field in self.built_for and getattr(self.shape, field) != given:
                 raise LinvitError(f"{self.name} was built for {field}={getattr(self.shape, field)}, got {given}")
-        if not can.any_tokens and self.shape.grid is not None and keys != self.shape.grid.tokens:
-            raise LinvitError(
-                f"{self.name} is fixed to the {self.shape.grid.tokens} tokens it was built for, got {keys}; "
-                f"build another with grid=TokenGrid(…)"
-            )
+        fixed = None if can.any_tokens or self.shape.grid is None else self.shape.grid.tokens
+        if fixed is not None and keys != fixed:
+            raise LinvitError(f"{self.name} is fixed to the {fixed} tokens it was built for, got {keys}: build another")
         if mask is not None:
             if not can.key_mask:
                 raise LinvitError(f"{self.name} cannot honour a key mask")
             if mask.dtype != torch.bool or mask.shape != (q.shape[0], keys):
-                raise LinvitError(
-                    f"the key mask must be boolean (batch, keys) = ({q.shape[0]}, {keys}), true for keys to use; "
-                    f"got {mask.dtype} {tuple(mask.shape)}"
-                )
+                wanted = f"boolean (batch, keys) = ({q.shape[0]}, {keys}), true for keys to use"
+                raise LinvitError(f"the key mask must be {wanted}; got {mask.dtype} {tuple(mask.shape)}")
         if bias is not None:
             if not can.bias:
                 raise LinvitError(f"{self.name} cannot honour a bias on the logits")
@@ -335,15 +347,3 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if device.type in AUTOCAST and (torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type)):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def run(module: nn.Module, x: Tensor) -> Tensor:
-    """A submodule with parameters on lifted `x`: in the parameters' own dtype, the result back in x's."""
-    dtype = next(module.parameters()).dtype
-    return module(x.to(dtype)).to(x.dtype)
-
-
-def regroup(x: Tensor, heads: int) -> Tensor:
-    """The same channels in another number of heads: `(batch, h, tokens, d)` to `(batch, heads, tokens, h·d/heads)`."""
-    batch, _, tokens, _ = x.shape
-    return x.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)

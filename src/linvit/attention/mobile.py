@@ -33,10 +33,9 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from linvit.attention import Call, Formula, LinearAttention, RowSum, Shape, Size, Unnormalised, register, regroup
 from linvit.attention.flow import conserved_flows
-from linvit.attention.linear import Formula, LinearAttention, RowSum, Unnormalised
-from linvit.attention.mechanism import Call, Shape, Size, regroup, run
-from linvit.attention.registry import register
+from linvit.attention.local import run
 from linvit.errors import LinvitError, unknown
 from linvit.kernels import linear
 from linvit.kernels import mobile as kernel
@@ -48,24 +47,14 @@ GATES = ("se", "glu")
 class Mobile(LinearAttention):
     variants = ("poster", "released")
     examples = (
-        {},
-        {"small_head_dim": 4},
-        {"small_head_dim": None},
-        {"competition": False},
-        {"competition": False, "gate": "se"},
-        {"competition": False, "gate": "glu"},
+        *({"small_head_dim": small} for small in (2, 4, None)),
+        *({"competition": False, "gate": gate} for gate in (None, *GATES)),
     )
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        variant: str | None = None,
-        small_head_dim: int | None = 2,
-        competition: bool = True,
-        gate: str | None = None,
-        eps: float = 1e-6,
-    ) -> None:
+        self, shape: Shape, *, variant: str | None = None, small_head_dim: int | None = 2, competition: bool = True,
+        gate: str | None = None, eps: float = 1e-6,
+    ) -> None:  # fmt: skip
         super().__init__(shape, variant=variant)
         if gate is not None and gate not in GATES:
             raise unknown("gate of mobile", gate, GATES)
@@ -93,9 +82,7 @@ class Mobile(LinearAttention):
         """How many heads the host's are cut into."""
         small = self.small_head_dim or head_dim
         if heads * head_dim % small:
-            raise LinvitError(
-                f"small_head_dim={small} of mobile must divide the {heads}·{head_dim} channels of q and k"
-            )
+            raise LinvitError(f"small_head_dim={small} of mobile must divide {heads}·{head_dim} channels of q and k")
         return heads * head_dim // small
 
     def check_values(self, small_heads: int, heads: int, value_dim: int) -> None:
@@ -159,10 +146,5 @@ class Mobile(LinearAttention):
         heads = self.small_heads(size.heads, size.head_dim)
         head_dim, channels = size.heads * size.head_dim // heads, size.heads * size.value_dim
         small = replace(size, heads=heads, head_dim=head_dim, value_dim=channels // heads)
-        if self.gate == "se":
-            gate = size.batch * 2 * channels * max(1, channels // 4)
-        elif self.gate == "glu":
-            gate = size.batch * size.queries * self.shape.channels * channels
-        else:
-            gate = 0
-        return super().macs(small) + gate
+        gates = {"se": 2 * channels * max(1, channels // 4), "glu": size.queries * self.shape.channels * channels}
+        return super().macs(small) + size.batch * gates.get(self.gate or "", 0)

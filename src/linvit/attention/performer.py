@@ -25,9 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from linvit.attention.linear import LinearAttention, RowSum
-from linvit.attention.mechanism import Call, Shape, Size
-from linvit.attention.registry import register
+from linvit.attention import Call, LinearAttention, RowSum, Shape, Size, register
 
 
 @register("performer", paper="Performer; Fair Comparison (PA)")
@@ -55,11 +53,9 @@ class Performer(LinearAttention):
         """New random rows, for all heads."""
         for head in self.projection:
             rows = orthogonal_rows(self.count, head.shape[1])
-            if self.variant == "favor":
-                rows *= torch.randn(self.count, head.shape[1]).norm(dim=1, keepdim=True)
-            else:
-                rows *= self.count**0.5
-            head.copy_(rows)
+            gaussian = self.variant == "favor"
+            norms = torch.randn(self.count, head.shape[1]).norm(dim=1, keepdim=True) if gaussian else self.count**0.5
+            head.copy_(rows * norms)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         (q_rows, q_square), (k_rows, k_square) = self.project(q), self.project(k)

@@ -20,11 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.grid import TokenGrid
+from linvit.attention import Call, NormShortcut, Shape, TokenGrid, lift, register, values_at_queries
 from linvit.attention.linear import Constant, Formula, Fusion, LinearAttention, RowSum, Unnormalised
-from linvit.attention.local import NormShortcut, values_at_queries
-from linvit.attention.mechanism import Call, Shape, lift
-from linvit.attention.registry import register
 from linvit.errors import LinvitError
 
 
@@ -45,10 +42,8 @@ class Taylor(LinearAttention):
         self.capabilities = replace(self.capabilities, normalised=paper, rotary=paper)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if self.variant == "paper":
-            k = k - call.keep(k).sum(-2, keepdim=True) / call.keys
-        else:
-            k = k - k.mean(-1, keepdim=True)
+        paper = self.variant == "paper"
+        k = k - (call.keep(k).sum(-2, keepdim=True) / call.keys if paper else k.mean(-1, keepdim=True))
         return F.pad(q * q.shape[-1] ** -0.5, (0, 1), value=1.0), F.pad(k, (0, 1), value=1.0)
 
     def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
@@ -69,15 +64,9 @@ class QuadraticTaylor(LinearAttention):
     examples = ({}, {"beta": 1.0, "variant": "compact"}, {"shortcut": True}, {"position": True, "shortcut": True})
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        variant: str | None = None,
-        position: bool = False,
-        shortcut: bool = False,
-        beta: float = 0.0,
-        eps: float = 1e-15,
-    ) -> None:
+        self, shape: Shape, *, variant: str | None = None, position: bool = False, shortcut: bool = False,
+        beta: float = 0.0, eps: float = 1e-15,
+    ) -> None:  # fmt: skip
         super().__init__(shape, variant=variant)
         if beta and self.variant != "compact":
             raise LinvitError("beta belongs to variant='compact' of qt")
@@ -139,9 +128,7 @@ class QuadraticTaylor(LinearAttention):
         return 2 * head_dim + 1 if self.beta else head_dim + 1
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        if self.shortcut is None:
-            return out
-        return out + values_at_queries(self.shortcut(v), call)
+        return out if self.shortcut is None else out + values_at_queries(self.shortcut(v), call)
 
 
 class KeyPosition(nn.Module):

@@ -6,9 +6,7 @@
 Katharopoulos et al. EfficientViT's code has eps = 1e-15 and timm's 1e-5; the default here is 1e-6, in float32.
 """
 
-from linvit.attention.linear import EluPlusOne, Feature, LinearAttention, ReLU, RowSum
-from linvit.attention.mechanism import Shape
-from linvit.attention.registry import register
+from linvit.attention import EluPlusOne, Feature, LinearAttention, ReLU, RowSum, Shape, register
 
 
 @register("relu_linear", paper="EfficientViT")

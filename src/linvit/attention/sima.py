@@ -9,9 +9,7 @@ reference here keeps the linear order, which gives the same result.
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.linear import LinearAttention, Unnormalised
-from linvit.attention.mechanism import Call
-from linvit.attention.registry import register
+from linvit.attention import Call, LinearAttention, Unnormalised, register
 
 
 @register("sima", paper="SimA")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import NO_KERNEL, Call, Capabilities, Mechanism, Size, lift
-from linvit.attention.registry import register
+from linvit.attention import Call, Capabilities, Mechanism, lift, register
 from linvit.kernels import relu_quadratic as kernel
 
 
@@ -20,7 +19,7 @@ class Softmax(Mechanism):
 
     def logits(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-        bias = call.whole_bias(len(q))
+        bias = whole_bias(call, len(q))
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
         if call.mask is not None:
@@ -31,18 +30,19 @@ class Softmax(Mechanism):
         return self.logits(q, k, call).softmax(-1)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
-        if self.impl == "triton":
-            return NO_KERNEL
-        bias = call.whole_bias(len(q))
-        if call.mask is not None and bias is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask[:, None, None, :])
-        if call.mask is not None and bias is not None:
-            bias = lift(bias).masked_fill(~call.mask[:, None, None, :], float("-inf"))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype))
+        mask, bias = None if call.mask is None else call.mask[:, None, None, :], whole_bias(call, len(q))
+        if bias is not None:
+            mask = (bias if mask is None else lift(bias).masked_fill(~mask, float("-inf"))).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    def macs(self, size: Size) -> int:
-        pairs = size.queries * size.keys
-        return size.batch * size.heads * pairs * (size.head_dim + size.value_dim)
+
+def whole_bias(call: Call, batch: int) -> Tensor | None:
+    """The bias with as many images as there are, or one."""
+    if call.bias is None or len(call.bias) == 1:
+        return call.bias
+    if not torch.compiler.is_compiling() and len(call.bias) == batch:  # to a compiler, the answer would be a guard
+        return call.bias
+    return call.bias.repeat(batch // len(call.bias), 1, 1, 1)
 
 
 @register("relu_quadratic", paper="MixA")
@@ -53,6 +53,8 @@ class ReluQuadratic(Softmax):
     the one of Wortsman et al. (Replacing softmax with ReLU in Vision Transformers). A bias, and so a shift mask of
     −100, goes in before the ReLU.
     """
+
+    triton = True
 
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return torch.relu(self.logits(q, k, call)) / call.keys

@@ -7,8 +7,7 @@ A constant takes the place of the row sum, so there is nothing to divide by and 
 text does not print it.
 """
 
-from linvit.attention.linear import Constant, LinearAttention, ReLU
-from linvit.attention.registry import register
+from linvit.attention import Constant, LinearAttention, ReLU, register
 
 
 @register("stella", paper="MixA")

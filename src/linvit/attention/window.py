@@ -21,28 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.grid import TokenGrid
-from linvit.attention.mechanism import NO_KERNEL, Call, Capabilities, Mechanism, Shape, Size
-from linvit.attention.registry import register
+from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, register
 from linvit.errors import LinvitError
 
 
 @register("window", paper="Swin Transformer; Fair Comparison (Swin)")
 class Window(Mechanism):
     capabilities = Capabilities(grid=True, equivariant=False, unequal=False, rotary=True)
-    examples = (
-        {"window": 2},
-        {"window": (2, 3), "shift": True},
-        {"window": 3, "shift": 2, "bias": True},
-    )
+    examples = ({"window": 2}, {"window": (2, 3), "shift": True}, {"window": 3, "shift": 2, "bias": True})
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        window: int | tuple[int, int] = 7,
-        shift: bool | int = False,
-        bias: bool = False,
+        self, shape: Shape, *, window: int | tuple[int, int] = 7, shift: bool | int = False, bias: bool = False
     ) -> None:
         super().__init__(shape)
         self.height, self.width = (window, window) if isinstance(window, int) else window
@@ -56,14 +45,8 @@ class Window(Mechanism):
             self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(offsets, shape.heads or 1), std=0.02))
 
     def tiling(self, grid: TokenGrid) -> Tiling:
-        rows, columns = self.shift
-        return Tiling(
-            grid,
-            min(self.height, grid.height),
-            min(self.width, grid.width),
-            rows if grid.height > self.height else 0,
-            columns if grid.width > self.width else 0,
-        )
+        down, right = self.shift[0] * (grid.height > self.height), self.shift[1] * (grid.width > self.width)
+        return Tiling(grid, min(self.height, grid.height), min(self.width, grid.width), down, right)
 
     def place_bias(self, tiling: Tiling, table: Tensor) -> Tensor:
         """Swin's table looked up for every pair of places in a window: `(1, heads, 1, places, places)`."""
@@ -77,8 +60,6 @@ class Window(Mechanism):
         return self.mix(q, k, v, call, attend)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
-        if self.impl == "triton":
-            return NO_KERNEL
         if call.mask is not None:
             return "PyTorch's own attention has no answer for windows in which a key mask leaves nothing"
         return self.mix(q, k, v, call, attend_fused)

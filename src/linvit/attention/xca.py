@@ -25,9 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.grid import TokenGrid
-from linvit.attention.mechanism import NO_KERNEL, ONLY_BFLOAT16, Call, Capabilities, Mechanism, Shape, Size
-from linvit.attention.registry import register
+from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, register
 
 
 @register("xca", paper="XCiT; Fair Comparison (XCA, LPI)")
@@ -64,15 +62,12 @@ class CrossCovariance(Mechanism):
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         """In bfloat16 as it comes: matrix units add in float32, and what is d × d or shorter is float32 here too."""
-        if self.impl == "triton":
-            return NO_KERNEL
         if q.dtype != torch.bfloat16:
-            return ONLY_BFLOAT16
+            return "its faster way is for bfloat16 only"
         q, k = call.keep(q), call.keep(k)
         scores = (q.transpose(-2, -1) @ k).float()
         if self.variant == "xcit":
-            lengths = (torch.linalg.vector_norm(t, dim=-2, dtype=torch.float32).clamp_min(self.eps) for t in (q, k))
-            query, key = lengths
+            query, key = (torch.linalg.vector_norm(t, dim=-2, dtype=torch.float32).clamp_min(self.eps) for t in (q, k))
             scores = scores * (self.temperature.float()[:, None, None] / (query.unsqueeze(-1) * key.unsqueeze(-2)))
         else:
             scores = scores * (call.keys.float() if isinstance(call.keys, Tensor) else call.keys) ** -0.5

@@ -32,11 +32,9 @@ def no_kernels_on(device: torch.device) -> str | None:
 @lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU: for tests, by TRITON_INTERPRET=1."""
-    from triton.runtime.interpreter import InterpretedFunction
+    from linvit.kernels.linear.kernels import INTERPRETED
 
-    from linvit.kernels.linear.tiles import add_partials
-
-    return isinstance(add_partials, InterpretedFunction)
+    return bool(INTERPRETED.value)
 
 
 @lru_cache(maxsize=64)
@@ -92,6 +90,23 @@ def processors(device: torch.device) -> int:
 
 def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def operands(dtype: torch.dtype, interpreted: bool) -> tuple[Any, Any, str]:
+    """Types of the matrix products' operands: of k and v, and of those with states and gradients; and the precision.
+
+    Sums are in float32 always. float16 has too small a range for states and gradients, so products with those run in
+    tf32, which holds every float16. float32 runs as three tf32 products, which comes to float32's accuracy. Triton's
+    interpreter cannot multiply bfloat16.
+    """
+    import triton.language as tl
+
+    if dtype == torch.float32:
+        return tl.float32, tl.float32, "tf32x3"
+    if dtype == torch.float16:
+        return tl.float16, tl.float32, "tf32"
+    kind = tl.float32 if interpreted else tl.bfloat16
+    return kind, kind, "tf32"
 
 
 def signature_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
@@ -253,7 +268,9 @@ class _Fused(torch.autograd.Function):
         q, k, v, mask, learned, *saved = ctx.saved_tensors
         rest = (mask, learned, saved, ctx.options, ctx.needs_input_grad[8])
         # A checkpoint is valid in a plain backward() only: that is how PyTorch tells it from `grad` and `inputs=`.
-        plainly = torch.autograd._is_checkpoint_valid() and not (watched(q) or watched(k) or watched(v))
+        hooks = q._backward_hooks or k._backward_hooks or v._backward_hooks
+        watched = hooks or q.retains_grad or k.retains_grad or v.retains_grad
+        plainly = torch.autograd._is_checkpoint_valid() and not watched
         if ctx.whole is not None and plainly:
             d_whole = torch.empty(ctx.whole, dtype=q.dtype, device=q.device)
             row, strides = packed_strides(q.shape)
@@ -263,8 +280,3 @@ class _Fused(torch.autograd.Function):
         dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
         d_learned = ctx.op.backward(grad, q, k, v, dq, dk, dv, *rest)
         return None, None, None, None, dq, dk, dv, None, d_learned
-
-
-def watched(view: Tensor) -> bool:
-    """Whether somebody has asked to see the gradient of a view."""
-    return bool(view._backward_hooks) or view.retains_grad

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from linvit.attention import mechanism_class
-from linvit.attention.registry import options_of
+from linvit.attention import mechanism_class, options_of
 from linvit.comparison.results import Candidate
 from linvit.conversion.plan import Plan, as_plan, parse_plan, split_options
 from linvit.errors import unknown

@@ -1,4 +1,4 @@
-"""Triton code of Mobile-Attention's backward pass; the forward pass and the shared pieces are in forward.py.
+"""Triton code of Mobile-Attention's backward pass; the forward pass and the shared pieces are in kernels.py.
 
 With y = phi(q) · state, out = γ · y and γ = σ(Ī) / denominator, the competition's gradient needs Σ_n w · dw, which is
 the product of the state and its gradient: no further pass over the tokens.
@@ -8,18 +8,7 @@ the product of the state and its gradient: no further pass over the tokens.
 import triton
 import triton.language as tl
 
-from linvit.kernels.mobile.forward import (
-    columns_of_state,
-    flow_of,
-    gate_of,
-    phi,
-    put,
-    state_at,
-    sums_of_state,
-    tile,
-    times_state,
-    times_state_transposed,
-)
+from linvit.kernels.mobile import kernels
 
 
 @triton.jit
@@ -34,22 +23,24 @@ def state_gradient_kernel(q, g, flow, final, partial, q_b, q_h, q_n, q_d, g_b, g
     begin = tl.program_id(1) * chunk
     end = tl.minimum(begin + chunk, tokens_all)
     here = final + batch.to(tl.int64) * size
-    sums = sums_of_state(here, first, channels, M, W, V)
+    sums = kernels.sums_of_state(here, first, channels, M, W, V)
     d_state = tl.zeros([BLOCK, M, W, V], tl.float32)
     d_sums = tl.zeros([BLOCK, M, W], tl.float32)
     for start in tl.range(begin, end, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         ok = tokens < end
-        a = phi(tile(q, batch, tokens, ok, q_b, q_h, q_n, q_d, first, channels, D, M, W), first, heads, W)
-        dy = tile(g, batch, tokens, ok, g_b, g_h, g_n, g_d, first // W * V, value_channels, VD, M, V)
-        gate, below = gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM, W)
+        a = kernels.phi(
+            kernels.tile(q, batch, tokens, ok, q_b, q_h, q_n, q_d, first, channels, D, M, W), first, heads, W
+        )
+        dy = kernels.tile(g, batch, tokens, ok, g_b, g_h, g_n, g_d, first // W * V, value_channels, VD, M, V)
+        gate, below = kernels.gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM, W)
         gamma = gate / below
         if ROW_SUM:
-            along = tl.sum(dy * times_state(a, here, first, channels, W, V), 2)
+            along = tl.sum(dy * kernels.times_state(a, here, first, channels, W, V), 2)
             d_sums -= (along * gamma / below)[:, :, None] * a
         d_state += (a * gamma[:, :, None])[:, :, :, None] * dy[:, :, None, :]
     at = partial + (tl.program_id(1) * batches + batch).to(tl.int64) * d_size
-    d_state_ptr, d_sums_ptr, there = state_at(at, first, heads, W, V, M)
+    d_state_ptr, d_sums_ptr, there = kernels.state_at(at, first, heads, W, V, M)
     tl.store(d_state_ptr, tl.sum(d_state, 0), mask=there[:, None, None])
     tl.store(d_sums_ptr, tl.sum(d_sums, 0), mask=there[:, None])
 
@@ -73,11 +64,13 @@ def gradient_kernel(q, k, v, g, flow, final, d_final, mask, counts, dq, dk, dv,
     d_here = d_final + batch.to(tl.int64) * d_size
     there = tl.arange(0, M) < heads
     level = tl.load(here + heads * W * (V + 1) + tl.arange(0, M), mask=there, other=0.0)
-    sums = sums_of_state(here, 0, channels, M, W, V)
-    d_sums = sums_of_state(d_here, 0, channels, M, W, V)
+    sums = kernels.sums_of_state(here, 0, channels, M, W, V)
+    d_sums = kernels.sums_of_state(d_here, 0, channels, M, W, V)
     mean = tl.zeros([1, M], tl.float32)
     for j in tl.static_range(V):
-        both = columns_of_state(here, 0, channels, j, M, W, V) * columns_of_state(d_here, 0, channels, j, M, W, V)
+        both = kernels.columns_of_state(here, 0, channels, j, M, W, V) * kernels.columns_of_state(
+            d_here, 0, channels, j, M, W, V
+        )
         mean += tl.sum(both, 2)
     mean /= count
     for start in tl.range(begin, end, BLOCK):
@@ -87,14 +80,14 @@ def gradient_kernel(q, k, v, g, flow, final, d_final, mask, counts, dq, dk, dv,
         if mask is not None:
             at = mask + batch.to(tl.int64) * mask_b + tokens.to(tl.int64) * mask_n
             keep = ok & tl.load(at, mask=ok, other=0).to(tl.int1)
-        a = phi(tile(q, batch, tokens, ok, q_b, q_h, q_n, q_d, 0, channels, D, M, W), 0, heads, W)
-        c = phi(tile(k, batch, tokens, ok, k_b, k_h, k_n, k_d, 0, channels, D, M, W), 0, heads, W)
-        gate, below = gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM, W)
+        a = kernels.phi(kernels.tile(q, batch, tokens, ok, q_b, q_h, q_n, q_d, 0, channels, D, M, W), 0, heads, W)
+        c = kernels.phi(kernels.tile(k, batch, tokens, ok, k_b, k_h, k_n, k_d, 0, channels, D, M, W), 0, heads, W)
+        gate, below = kernels.gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM, W)
         gamma = gate / below
 
-        # The output's gradient to phi(q), Ī and the denominator.
-        dy = tile(g, batch, tokens, ok, g_b, g_h, g_n, g_d, 0, value_channels, VD, M, V)
-        d_a = times_state_transposed(dy, here, 0, channels, W, V)
+        # The output's gradient to kernels.phi(q), Ī and the denominator.
+        dy = kernels.tile(g, batch, tokens, ok, g_b, g_h, g_n, g_d, 0, value_channels, VD, M, V)
+        d_a = kernels.times_state_transposed(dy, here, 0, channels, W, V)
         d_gamma = tl.sum(a * d_a, 2)
         d_a *= gamma[:, :, None]
         d_gate = d_gamma * gamma * (1 - gate)
@@ -105,18 +98,18 @@ def gradient_kernel(q, k, v, g, flow, final, d_final, mask, counts, dq, dk, dv,
         else:
             d_in = d_below
 
-        # The state's gradient to phi(k), v and the competition.
-        of_k = flow_of(flow, batch, tokens, ok, tokens_all, 0, W)
-        of_q = flow_of(flow, batch, tokens, ok, tokens_all, 1, W)
-        by_out = flow_of(flow, batch, tokens, ok, tokens_all, 2, W)
-        by_in = flow_of(flow, batch, tokens, ok, tokens_all, 3, W)
+        # The state's gradient to kernels.phi(k), v and the competition.
+        of_k = kernels.flow_of(flow, batch, tokens, ok, tokens_all, 0, W)
+        of_q = kernels.flow_of(flow, batch, tokens, ok, tokens_all, 1, W)
+        by_out = kernels.flow_of(flow, batch, tokens, ok, tokens_all, 2, W)
+        by_in = kernels.flow_of(flow, batch, tokens, ok, tokens_all, 3, W)
         flowing = tl.sum((c + eps) * by_in, 2)
         clamped = tl.minimum(tl.maximum(flowing, -1.0), 1.0) if CLAMP else flowing
         weight = tl.where(keep[:, None] & there[None, :], tl.exp(clamped - level[None, :]) * count, 0.0)
-        x = tile(v, batch, tokens, keep, v_b, v_h, v_n, v_d, 0, value_channels, VD, M, V)
-        d_v = times_state(c, d_here, 0, channels, W, V) * weight[:, :, None]
-        put(dv, batch, tokens, ok, dv_b, dv_n, 0, value_channels, d_v)
-        d_c = times_state_transposed(x, d_here, 0, channels, W, V)
+        x = kernels.tile(v, batch, tokens, keep, v_b, v_h, v_n, v_d, 0, value_channels, VD, M, V)
+        d_v = kernels.times_state(c, d_here, 0, channels, W, V) * weight[:, :, None]
+        kernels.put(dv, batch, tokens, ok, dv_b, dv_n, 0, value_channels, d_v)
+        d_c = kernels.times_state_transposed(x, d_here, 0, channels, W, V)
         d_weight = tl.sum(c * d_c, 2)
         d_c *= weight[:, :, None]
         if ROW_SUM:
@@ -136,5 +129,5 @@ def gradient_kernel(q, k, v, g, flow, final, d_final, mask, counts, dq, dk, dv,
         d_c += d_flowing[:, :, None] * by_in + d_by_out * one_out + d_out[:, :, None] * of_q
         d_a += tl.sum(d_out[:, :, None] * (c + eps), 1)[:, None, :]
         d_c += tl.sum(d_in[:, :, None] * (a + eps), 1)[:, None, :]
-        put(dq, batch, tokens, ok, dq_b, dq_n, 0, channels, d_a * a * (1 - a))
-        put(dk, batch, tokens, ok, dk_b, dk_n, 0, channels, d_c * c * (1 - c))
+        kernels.put(dq, batch, tokens, ok, dq_b, dq_n, 0, channels, d_a * a * (1 - a))
+        kernels.put(dk, batch, tokens, ok, dk_b, dk_n, 0, channels, d_c * c * (1 - c))
