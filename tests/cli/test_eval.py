@@ -69,7 +69,7 @@ def test_of_a_set_without_splits_what_was_held_out(linvit: Linvit, tmp_path: Pat
         assert "has no splits: 6 of its 60 images are held out for validation" in note
     shutil.copytree(tmp_path / "run" / "last", tmp_path / "else")
     assert measure(linvit, tmp_path / "else", folder)["images"] == 6, "a model knows it wherever it lies"
-    assert linvit("convert", str(tmp_path / "else"), "--to=stella", "-o", str(tmp_path / "converted")).code == 0
+    assert linvit("convert", str(tmp_path / "else"), "--plan=stella", "-o", str(tmp_path / "converted")).code == 0
     assert measure(linvit, tmp_path / "converted", folder)["images"] == 6, "and whatever became of it"
 
 

@@ -45,7 +45,7 @@ def test_fast_converts_aligns_and_learns(linvit: Linvit, teacher: Path, tmp_path
 def test_a_converted_folder_finds_its_original(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
     """As `linvit convert` recorded it; without a record one line says what to give."""
     made, args = str(tmp_path / "made"), ["--data=digits", "--recipe=fast", *QUICK]
-    assert linvit("convert", str(teacher / "best"), "--to=stella", "-o", made).code == 0
+    assert linvit("convert", str(teacher / "best"), "--plan=stella", "-o", made).code == 0
     outcome = linvit("train", made, *args, "-o", str(tmp_path / "run"))
     assert outcome.code == 0 and f"the teacher is the original that {made} was made from" in outcome.err
     config = json.loads((tmp_path / "made" / "config.json").read_text())
@@ -156,7 +156,7 @@ def test_original_that_knows_other_classes(linvit: Linvit, tmp_path: Path, monke
     first, then = (text.partition(")")[0].split() for text in refused.err.split("(linvit ")[1:])
     assert linvit(*first, *shape, *quick).code == 0
     assert linvit(*then[:-1], *quick, "-o", "run").code == 0
-    linvit("convert", name, "--to=softmax", "--no-pretrained", *shape, "--model-arg=num_classes=3", "-o", "teacher")
+    linvit("convert", name, "--plan=softmax", "--no-pretrained", *shape, "--model-arg=num_classes=3", "-o", "teacher")
     for number, given in enumerate((["--teacher=teacher"], [fresh], ["--recipe=deit", "--set=randaugment=none"])):
         outcome = linvit(*args[:-1], f"fine{number}", *given)
         assert outcome.code == 0, outcome.err
