@@ -16,23 +16,16 @@ if TYPE_CHECKING:
     import torch
 
 # The conversion that a verb makes: read by `linvit.conversion.parse_plan` and `split_plans`.
-PlanText = Annotated[
-    str, typer.Option("--plan", metavar="PLAN", help="A plan or mechanism, also as mixa:keep=6, or a plan's JSON file.")
-]
-PlanTexts = Annotated[
-    str, typer.Option("--plan", metavar="PLANS", help="Plans or mechanisms, with commas, such as stella,mixa:keep=6.")
-]
+PlanText = Annotated[str, typer.Option(metavar="PLAN", help="A plan or mechanism, as mixa:keep=6, or a plan's JSON.")]
+PlanTexts = Annotated[str, typer.Option(metavar="PLANS", help="Plans or mechanisms, such as stella,mixa:keep=6.")]
 PlanOptions = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the plan.")]
 Keep = Annotated[int | None, typer.Option("--keep", min=0, help="So many layers stay quadratic (mixa) or as they are.")]
 Drop = Annotated[str, typer.Option("--drop", help="What the conversion gives up, with commas, such as relative_bias.")]
 
 # Models and images.
-Size = Annotated[str, typer.Option("--size", metavar="PIXELS", help="Image size, such as 384 or 384x512.")]
-SquareSize = Annotated[str, typer.Option("--size", metavar="PIXELS", help="Image size; the model's own unless told.")]
-Sizes = Annotated[str, typer.Option("--size", metavar="PIXELS", help="Image sizes, with commas, such as 224,384x512.")]
-ModelArg = Annotated[
-    list[str] | None, typer.Option("--model-arg", metavar="NAME=VALUE", help="An argument of timm.create_model.")
-]
+Size = Annotated[str, typer.Option(metavar="PIXELS", help="Image size, such as 384x512; the model's own unless told.")]
+Sizes = Annotated[str, typer.Option(metavar="PIXELS", help="Image sizes, with commas, such as 224,384x512.")]
+ModelArg = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")]
 Pretrained = Annotated[bool, typer.Option(help="Start from timm's weights.")]
 Teacher = Annotated[str, typer.Option(metavar="MODEL_OR_DIR", help="Whom to learn from, or to compare with.")]
 

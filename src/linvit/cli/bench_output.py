@@ -22,14 +22,14 @@ def print_op(result: dict[str, Any]) -> None:
     headings = ["batch, heads, head dim, tokens", "pass", "floor", "ours", "× floor", *OTHERS]
     made = []
     for line in compare_op(result):
-        rows, cells = line["rows"], [str(line["shape"]), line["pass"], _ms(line["floor_ms"])]
+        rows, cells = line["rows"], [str(line["shape"]), line["pass"], _digits(line["floor_ms"])]
         cells += [_if_ok(rows.get("ours"), _timed), _number(line["times_floor"])]
         for name in OTHERS:
             faster = line["faster_than"][name]
             cells.append(_if_ok(rows.get(name), _timed) + ("" if faster is None else f" ({_number(faster)}×)"))
         right = [row if row and row["status"] == "ok" else None for row in (rows.get("ours"), rows.get("sdpa"))]
         cells.append(" / ".join(f"{row['peak_bytes'] / MEBI:.3g}" if row else "–" for row in right))
-        cells.append(" / ".join(_ms(row["eager_ms"]["median"]) if row else "–" for row in right))
+        cells.append(" / ".join(_digits(row["eager_ms"]["median"]) if row else "–" for row in right))
         made.append(cells)
     _print(made, *headings, "peak MiB, ours / sdpa", "eager, ours / sdpa")
     reasons = Counter(row["why_reference"] for row in result["rows"] if "why_reference" in row)
@@ -41,7 +41,8 @@ def print_model(result: dict[str, Any]) -> None:
     print(f"{result['model']} to {result['to']} in {result['dtype']} {_where(result)}")
     made = []
     for line in compare_models(result):
-        speeds = [_if_ok(line["rows"].get(name), _speed) for name in ("softmax", "converted")]
+        pair = [line["rows"].get(name) for name in ("softmax", "converted")]
+        speeds = [_if_ok(row, lambda row: _digits(row["images_per_second"])) for row in pair]
         cells = [line["resolution"], line["batch"], line["pass"], line["mode"], *speeds]
         made.append([*cells, _number(line["ratio"]), _number(line["memory_ratio"])])
     _print(made, "pixels", "batch", "pass", "mode", "softmax, images/s", "converted, images/s", "ratio", "peak ratio")
@@ -65,8 +66,8 @@ def _print(rows: Iterable[Iterable[object]], *headings: str) -> None:
     Console(width=None if Console().is_terminal else 200).print(table(rows, **dict.fromkeys(headings, 0)))
 
 
-def _ms(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _number(value: float | None) -> str:
@@ -82,12 +83,7 @@ def _timed(row: dict[str, Any]) -> str:
     """Median and half the distance of the quartiles."""
     timing = row.get("graph_ms", row["eager_ms"])
     spread = (timing["high"] - timing["low"]) / 2 / timing["median"]
-    return f"{_ms(timing['median'])} ±{spread:.0%}"
-
-
-def _speed(row: dict[str, Any]) -> str:
-    speed = row["images_per_second"]
-    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
+    return f"{_digits(timing['median'])} ±{spread:.0%}"
 
 
 def print_training(result: dict[str, Any]) -> None:

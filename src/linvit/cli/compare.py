@@ -113,8 +113,7 @@ def print_preset(name: str, as_json: bool) -> None:
     from linvit.comparison.description.spec import load, preset_text, presets
 
     if not name:
-        names = presets()
-        print_json(names) if as_json else print(*names, sep="\n")
+        print_json(presets()) if as_json else print(*presets(), sep="\n")
     elif as_json:
         print_json(load(name).to_dict())
     else:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from linvit.cli.output import console, print_json, table
+from linvit.cli.train import PATIENCE
 from linvit.codec import to_plain
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     TimedRow = tuple[CandidateRow, SpeedPoint | None, Ladder | None]
 
-PATIENCE = 10.0  # seconds between two lines of one run, where there is no terminal
-
 
 def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_json: bool) -> None:
     """The candidates, their runs and about how long they take."""
@@ -38,7 +37,11 @@ def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_
     timings = [(t, store is not None and store.finished(t)) for t in tasks if t.kind == "speed"]
     runs, left = sum(len(row.tasks) for row in guess.rows), sum(len(row.left) for row in guess.rows)
     if as_json:
-        rows = [grid_json(row) for row in guess.rows]
+        rows = []
+        for row in guess.rows:
+            label = {name: getattr(row.tasks[0].label, name) for name in ("candidate", "mode", "patch", "size")}
+            keys = [{"key": t.key, "seed": t.label.seed, "finished": t not in row.left} for t in row.tasks]
+            rows.append({"kind": row.tasks[0].kind, **label, **vars(row.model), "seconds": row.seconds, "runs": keys})
         timed = [{"key": t.key, "candidate": t.label.candidate, "finished": finished} for t, finished in timings]
         told = {"timings": timed, "seconds": guess.seconds, "estimated": guess.how}
         left_out = [vars(row) for row in request.left_out]
@@ -66,13 +69,6 @@ def grid_cells(row: GridRow) -> list[object]:
     counts = [f"{model.parameters / 1e6:.2f}", f"{model.macs / 1e6:,.0f}", model.tokens or "–"]
     spent = "–" if row.seconds is None else duration(row.seconds)
     return [name, label.patch or "–", label.size, seeds, *counts, len(row.left), spent]
-
-
-def grid_json(row: GridRow) -> dict[str, Any]:
-    first = row.tasks[0]
-    label = {name: getattr(first.label, name) for name in ("candidate", "mode", "patch", "size")}
-    runs = [{"key": task.key, "seed": task.label.seed, "finished": task not in row.left} for task in row.tasks]
-    return {"kind": first.kind, **label, **vars(row.model), "seconds": row.seconds, "runs": runs}
 
 
 def duration(seconds: float) -> str:
@@ -213,21 +209,15 @@ def result_cells(row: CandidateRow, timing: SpeedPoint | None) -> list[object]:
     return [row.name, row.patch or "–", top1, delta, *counts]
 
 
-def row_json(row: CandidateRow, timing: SpeedPoint | None) -> dict[str, Any]:
-    """A row for machines; `interval` is over images where there is a single seed."""
-    model, delta = row.first.model, row.delta
-    return {
-        "kind": "teacher" if row.is_teacher else "run",
-        **{name: getattr(row.label, name) for name in ("candidate", "mode", "patch", "size")},
-        **{"seeds": row.seeds, "top1": row.top1.mean, "top1_interval": row.top1.interval, "interval": row.interval},
-        "difference": delta and delta.mean,
-        "difference_interval": delta and delta.interval,
-        "against": row.against if delta else None,
-        **{name: getattr(model, name) for name in ("parameters", "macs", "tokens")},
-        "milliseconds": timing and timing.median,
-    }
-
-
 def json_rows(setting: Setting, keys: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The rows of a setting for machines."""
-    return [row_json(row, timing) for row, timing, _ in timed_rows(setting, keys)]
+    """The same for machines; `interval` is over images where there is a single seed."""
+    told = []
+    for row, timing, _ in timed_rows(setting, keys):
+        label = {name: getattr(row.label, name) for name in ("candidate", "mode", "patch", "size")}
+        found: dict[str, Any] = {"top1": row.top1.mean, "top1_interval": row.top1.interval, "interval": row.interval}
+        found |= {"difference": row.delta and row.delta.mean, "difference_interval": row.delta and row.delta.interval}
+        counts = {name: getattr(row.first.model, name) for name in ("parameters", "macs", "tokens")}
+        against, kind = row.against if row.delta else None, "teacher" if row.is_teacher else "run"
+        row_told = {"kind": kind, **label, "seeds": row.seeds, **found, "against": against, **counts}
+        told.append({**row_told, "milliseconds": timing and timing.median})
+    return told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -69,19 +69,17 @@ def convert(
             raise LinvitError("--plot draws what --calibrate measures: give that too")
     chosen = parse_plan(plan, **arguments.plan_options(option, keep, where, layers))
     count = 0 if calibrate is None else layers_to_measure(chosen)
-    pixels = arguments.image_size(size) if size else None
-    args = arguments.pairs(model_arg, "--model-arg")
+    pixels, args = arguments.image_size(size) if size else None, arguments.pairs(model_arg, "--model-arg")
     with arguments.dropping(drop) as given_up:
         instead = "--checkpoint FILE or --no-pretrained"
         built = open_model(model, pretrained=pretrained, args=args, checkpoint=checkpoint, instead=instead)
         resample(built, size=pixels, patch_size=patch_size, window_size=window_size)
-        settings: dict[str, Any] = {"drop": given_up, "size": pixels}
         if calibrate is None:
-            report = swap(built, chosen, **settings)
+            report = swap(built, chosen, drop=given_up, size=pixels)
         else:
             images = calibration_images(calibrate, built)
             with progress("measuring layers", passes(len(find_hosts(built)), count)) as advance:
-                report = swap(built, chosen, calibrate=images, advance=advance, **settings)
+                report = swap(built, chosen, drop=given_up, size=pixels, calibrate=images, advance=advance)
     save(built, output, model_args=None if Path(model).is_dir() else args)
     if as_json:
         print_json({"model": model, "output": str(output), **asdict(report)})

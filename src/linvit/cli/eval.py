@@ -19,7 +19,7 @@ def eval_(
     model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help="A folder linvit saved, or a timm model.")],
     data: arguments.Data,
     teacher: arguments.Teacher = "",
-    size: arguments.SquareSize = "",
+    size: arguments.Size = "",
     split: Annotated[str, typer.Option(help="train or validation (unless told); without splits also all.")] = "",
     per_class: Annotated[bool, typer.Option("--per-class", help="Print every class.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A JSON file of each image's choice.")] = None,

@@ -108,10 +108,8 @@ def print_models(rows: Rows) -> None:
 
 
 def print_plans(rows: Rows) -> None:
-    def options(row: dict[str, Any]) -> str:
-        return ", ".join(f"{option}={default}" for option, default in row["options"].items())
-
-    cells = ((f"[bold]{row['name']}[/bold]", row["summary"], options(row)) for row in rows)
+    options = (", ".join(f"{option}={default}" for option, default in row["options"].items()) for row in rows)
+    cells = ((f"[bold]{row['name']}[/bold]", row["summary"], text) for row, text in zip(rows, options, strict=True))
     out = console()
     out.print(table(cells, plan=10, summary=40, options=20))
     out.print("Every mechanism's name is a plan as well: that mechanism in every layer.", style="italic")

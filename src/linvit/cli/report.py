@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,9 +13,6 @@ from linvit.cli.compare_output import json_rows
 from linvit.cli.output import Json, print_json
 from linvit.codec import to_plain
 from linvit.errors import LinvitError
-
-if TYPE_CHECKING:
-    from linvit.comparison.reporting import Contents
 
 
 def report(
@@ -50,15 +47,10 @@ def report(
         elif name:
             write(Path(name), make(contents))
     if as_json:
-        print_json({**summary(contents), "files": [str(path) for path in targets]})
+        settings = [{"title": s.title, "mode": s.mode, "rows": json_rows(s)} for s in contents.settings]
+        failures = [{"key": f.key, "label": to_plain(f.label), "error": f.error} for f in contents.results.failures]
+        told = {"answer": list(contents.answer.sentences), "settings": settings, "failures": failures}
+        print_json({**told, "notes": contents.results.notes, "files": [str(path) for path in targets]})
     elif "-" not in (md, csv):
         print(*contents.answer.sentences, sep="\n")
         print(*(f"Report: {path}" for path in targets), sep="\n")
-
-
-def summary(contents: Contents) -> dict[str, Any]:
-    """The rows and the answer, for machines."""
-    settings = [{"title": s.title, "mode": s.mode, "rows": json_rows(s)} for s in contents.settings]
-    failures = [{"key": f.key, "label": to_plain(f.label), "error": f.error} for f in contents.results.failures]
-    found = {"answer": list(contents.answer.sentences), "settings": settings, "failures": failures}
-    return {**found, "notes": contents.results.notes}

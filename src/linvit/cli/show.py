@@ -27,8 +27,7 @@ def masks(
     from linvit.figures.plots import mask_lines
     from linvit.training.logs import read_log
 
-    path = output or run / "masks.png"
-    records = read_log(run)
+    path, records = output or run / "masks.png", read_log(run)
     check_picture(path)
     layers, steps, kept, scales = mask_lines(records)
     plot_masks(records, path)

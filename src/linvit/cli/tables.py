@@ -10,8 +10,6 @@ from linvit.cli.output import Json, console, print_json, table, tracked
 from linvit.errors import unknown
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from linvit.measurement.published import Table
     from linvit.measurement.tables import Cell, Compared
 
@@ -33,25 +31,25 @@ def tables(
 
     if name is not None and name not in TABLES:
         raise unknown("table", name, TABLES)
-    chosen = {key: found for key, found in TABLES.items() if name in (None, key)}
     everything: list[Compared] = []
     told = {}
-    for key, found in chosen.items():
+    for key, found in TABLES.items() if name is None else [(name, TABLES[name])]:
         rows = list(tracked(compare_table(found), f"counting {key}", len(found.rows)))
         told[key] = as_dict(found, rows)
         everything += rows
         if not as_json:
-            print_table(found, rows, console())
+            print_table(found, rows)
     if as_json:
         print_json(told)
     if any(row.failure for row in everything) or (check and any(row.wrong for row in everything)):
         raise typer.Exit(1)
 
 
-def print_table(found: Table, rows: list[Compared], out: Console) -> None:
+def print_table(found: Table, rows: list[Compared]) -> None:
     from rich.markup import escape
     from rich.table import Table as Grid
 
+    out = console()
     out.print(f"[bold]{found.title}[/bold]  parameters in millions, {operations(found)} in billions")
     out.print(found.remark, style="italic")
     notes: list[str] = []

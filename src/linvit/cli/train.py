@@ -33,7 +33,7 @@ def train(
     keep: arguments.Keep = None,
     drop: arguments.Drop = "",
     teacher: arguments.Teacher = "",
-    size: arguments.SquareSize = "",
+    size: arguments.Size = "",
     set_: arguments.Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in RUN_DIR.")] = False,
     pretrained: arguments.Pretrained = True,

@@ -70,8 +70,9 @@ def convert(
     mechanism cannot honour (a relative bias, say) is an error unless `drop` names it or the plan may give it up; what
     `drop` names is dropped in every layer that the plan converts. `size` is the image size that learned positions are
     laid out for; the model's own by default. `calibrate`, batches of images, measures which layers `mixa` keeps
-    quadratic, and calls `advance` after each of its passes. With `quiet` the local branches that mechanisms bring along start at zero, as suits pretrained weights;
-    a model to be trained from scratch wants them as their papers do. Nothing is touched before everything fits.
+    quadratic, and calls `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at
+    zero, as suits pretrained weights; a model to be trained from scratch wants them as their papers do. Nothing is
+    touched before everything fits.
     """
     named = names_to_drop(drop)
     plan, measured = as_plan(plan, **options), None

@@ -15,6 +15,7 @@ from linvit.measurement.side_by_side import compare_op
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Records = list[dict[str, Any]]
 FORMATS = (".pdf", ".png", ".svg")
 INK, BLUE, RED, GREY = "#1f2933", "#1f6fb4", "#c8503c", "#9aa5b1"
 STYLE = {
@@ -57,7 +58,7 @@ def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
 def plot_op(result: dict[str, Any], path: Path) -> None:
     """Time over tokens on log axes, with the memory floor, of a `bench op` result: for the batch, heads and head dim
     measured at the most token counts (the largest of them where several tie)."""
-    series: dict[tuple[int, int, int], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    series: dict[tuple[int, int, int], dict[str, Records]] = defaultdict(lambda: defaultdict(list))
     for line in sorted(compare_op(result), key=lambda line: (line["pass"], line["shape"].tokens)):
         shape = line["shape"]
         series[shape.batch, shape.heads, shape.head_dim][line["pass"]].append(line)
@@ -74,7 +75,7 @@ def plot_op(result: dict[str, Any], path: Path) -> None:
         figure.suptitle(f"{where}, {result['environment']['hardware']}", fontsize=10)
 
 
-def _panel(panel: Any, which: str, drawn: list[dict[str, Any]], mechanism: str) -> None:
+def _panel(panel: Any, which: str, drawn: Records, mechanism: str) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     tokens = [line["shape"].tokens for line in drawn]
@@ -106,9 +107,7 @@ def plot_sensitivity(sensitivity: Sensitivity, path: Path) -> None:
             figure.supxlabel(note, fontsize=8, color=INK)
 
 
-def mask_lines(
-    records: list[dict[str, Any]],
-) -> tuple[list[str], list[int], list[list[float]], list[tuple[int, float]]]:
+def mask_lines(records: Records) -> tuple[list[str], list[int], list[list[float]], list[tuple[int, float]]]:
     """From a run's log: the layers, the steps, the share of each step and layer, and where the branch was annealed."""
     noted = [(record["step"], record["kept"]) for record in records if record.get("kept")]
     if not noted:
@@ -118,7 +117,7 @@ def mask_lines(
     return noted[0][1]["layers"], steps, shares, [(step, kept["scale"]) for step, kept in noted]
 
 
-def plot_masks(records: list[dict[str, Any]], path: Path) -> None:
+def plot_masks(records: Records, path: Path) -> None:
     """The share of non-zeros in Castling's masks over the steps of a training, a line for each layer on a logarithmic
     axis, and the weight of the branch where it was annealed."""
     from matplotlib import colormaps
