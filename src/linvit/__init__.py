@@ -58,21 +58,15 @@ __all__ = [
     "train",
 ]
 
-LAZY = {
-    "compare": "linvit.comparison",
-    "evaluate": "linvit.tasks",
-    "list_recipes": "linvit.training",
-    "recipe": "linvit.training",
-    "report": "linvit.comparison",
-    "train": "linvit.tasks",
-}
+LAZY = {"comparison": ("compare", "report"), "tasks": ("evaluate", "train"), "training": ("list_recipes", "recipe")}
 
 
 def __getattr__(name: str) -> Any:
     """Import a function that needs much when it is first asked for."""
-    if name not in LAZY:
-        raise AttributeError(f"module 'linvit' has no attribute '{name}'")
-    return getattr(import_module(LAZY[name]), name)
+    for room, names in LAZY.items():
+        if name in names:
+            return getattr(import_module(f"linvit.{room}"), name)
+    raise AttributeError(f"module 'linvit' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

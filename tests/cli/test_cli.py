@@ -18,24 +18,13 @@ VERBS = {
     "tables": {"name", "--check", "--json"},
     "theory": {"--samples", "--seed", "--plot", "--json"},
     "convert": {
-        *(
-            "model",
-            "--plan",
-            "--output",
-            "--keep",
-            "--where",
-            "--calibrate",
-            "--plot",
-            "--layers",
-            "--drop",
-            "--option",
-        ),
-        *("--size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
+        *("model", "--plan", "--output", "--keep", "--where", "--calibrate", "--plot", "--layers", "--drop"),
+        *("--option", "--size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
         *("--survey", "--json"),
     },
     "train": {
-        *("model", "--data", "--output", "--recipe", "--plan", "--option", "--drop", "--teacher", "--set", "--resume"),
-        *("--size", "--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
+        *("model", "--data", "--output", "--recipe", "--plan", "--option", "--keep", "--drop", "--teacher", "--set"),
+        *("--resume", "--size", "--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
     "eval": {
         *("model", "--data", "--teacher", "--size", "--split", "--per-class", "--output", "--batch", "--precision"),
@@ -95,7 +84,7 @@ def test_one_word_for_one_thing(verb: str) -> None:
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     assert not options & {"--to", "--candidates", "--plans", "--input-size", "--resolution", "--resolutions", "--sizes"}
     if {"--option", "--keep", "--drop"} & options and "--mechanism" not in options:
-        assert "--plan" in options
+        assert {"--plan", "--option", "--keep", "--drop"} <= options
 
 
 @every

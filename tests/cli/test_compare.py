@@ -213,23 +213,23 @@ def test_the_bars_at_a_terminal(tmp_path: Path) -> None:
     from rich.console import Console
 
     from linvit.cli.compare_output import bars
+    from linvit.cli.output import live
     from linvit.comparison.scheduling.store import Store
     from tests.comparison.tasks import make_result, make_task
 
     store, tasks = Store(tmp_path), [make_task(1), make_task(2), make_task(3, "speed")]
     screen = io.StringIO()
-    shown = bars(tasks, store, Console(file=screen, force_terminal=True, width=100, highlight=False))
-    watch = next(shown)
     train = {"kind": "train", "step": 5, "steps": 10, "stage": "train", "loss": 1.0, "images_per_second": None}
-    for record in ({"kind": "start"}, train, {"kind": "lost", "text": "killed [-9]"}, train):
-        watch(tasks[0], record)
-    watch(tasks[0], {"kind": "eval", "epoch": 3.0, "top1": 51.234})
-    watch(tasks[1], {"kind": "failed", "error": "no [luck]"})
-    watch(tasks[2], {"kind": "start"})
-    watch(tasks[2], {"kind": "speed", "size": 32})
-    store.write(tasks[0], make_result(tasks[0], top1=60.0, seconds=100.0))
-    watch(tasks[0], {"kind": "done"})
-    assert not list(shown)
+    with live(Console(file=screen, force_terminal=True, width=100, highlight=False)) as shown:
+        watch = bars(tasks, store, shown)
+        for record in ({"kind": "start"}, train, {"kind": "lost", "text": "killed [-9]"}, train):
+            watch(tasks[0], record)
+        watch(tasks[0], {"kind": "eval", "epoch": 3.0, "top1": 51.234})
+        watch(tasks[1], {"kind": "failed", "error": "no [luck]"})
+        watch(tasks[2], {"kind": "start"})
+        watch(tasks[2], {"kind": "speed", "size": 32})
+        store.write(tasks[0], make_result(tasks[0], top1=60.0, seconds=100.0))
+        watch(tasks[0], {"kind": "done"})
     text = screen.getvalue()
     for words in ("c1 patch 4 32 px seed 1: lost: killed [-9]", "failed: no [luck]", "top-1 60.00, 2 min", "1 of 3"):
         assert words in text

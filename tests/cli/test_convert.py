@@ -54,6 +54,8 @@ def test_layers_to_keep(linvit: Run, tmp_path: Path) -> None:
     assert run("--plan", "mixa", "--keep", "1", "--where", "last") == ["stella", "stella", "relu_quadratic"]
     assert run("--plan", "mixa:keep=1,where=last") == ["stella", "stella", "relu_quadratic"]
     assert run("--plan", "stella", "--layers", "1") == ["stella", "softmax", "stella"]
+    assert run("--plan", "sima:keep=1,where=last") == ["sima", "sima", "softmax"]
+    assert run("--plan", "sima", "--keep", "0") == ["sima"] * 3
     assert run("--plan", "sima", "--keep", "2") == ["softmax", "softmax", "sima"]
 
 
@@ -131,11 +133,14 @@ def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
         ((DEIT, "--plan", "mixa", "--where", "last", "-o", "x"), "--where places the layers that --keep counts"),
         ((DEIT, "--plan", "mixa", "--where", "first", "--layers", "1", "-o", "x"), "give --keep too"),
         ((DEIT, "--plan", "mixa", "--keep", "1", "--option", "keep=2", "-o", "x"), "layers to keep are given twice"),
-        ((DEIT, "--plan", "mixa:keep=2", "--keep", "1", "-o", "x"), "layers to keep are given twice"),
+        ((DEIT, "--plan", "mixa:keep=2", "--keep", "1", "-o", "x"), "keep of plan mixa is given twice"),
         ((DEIT, "--plan", "mixa:keep=2", "--option", "keep=1", "-o", "x"), "keep of plan mixa is given twice"),
-        ((DEIT, "--plan", "mixa", "--layers", "1", "--option", "where=last", "-o", "x"), "are given twice"),
-        ((DEIT, "--plan", "efficient", "--drop", "nosuch", "-o", "x"), "'nosuch': give some of relative_bias, shift_"),
-        ((DEIT, "--plan", "mixa", "--drop", "rotary,relativ_bias", "-o", "x"), "nothing is called 'relativ_bias'"),
+        ((DEIT, "--plan", "mixa", "--layers", "1", "--option", "where=last", "-o", "x"), "keep lists its layers"),
+        ((DEIT, "--plan", "efficient", "--drop", "nosuch", "-o", "x"), "unknown feature to drop 'nosuch'; known: "),
+        (
+            (DEIT, "--plan", "mixa", "--drop", "rotary,relativ_bias", "-o", "x"),
+            "'relativ_bias'; did you mean relative_bias",
+        ),
         ((DEIT, "--plan", "stella", "--option", "eps", "-o", "x"), "expected --option name=value"),
         ((DEIT, "--plan", "stella", "--size", "22a", "-o", "x"), "such as 224 or 224x320"),
         ((DEIT, "--plan", "stella", "--patch-size", "15", "-o", "x"), "cannot be cut into patches of 15"),
@@ -182,18 +187,7 @@ def test_calibration_says_which_layers_it_kept(linvit: Run, tmp_path: Path) -> N
     photos.mkdir()
     for name in ("china.jpg", "flower.jpg"):
         Image.fromarray(load_sample_image(name)).save(photos / name)
-    args = (
-        "--plan",
-        "mixa",
-        "--keep",
-        "1",
-        "--calibrate",
-        str(photos),
-        "--plot",
-        str(bars),
-        "-o",
-        str(tmp_path / "out"),
-    )
+    args = ("--plan=mixa", "--keep=1", f"--calibrate={photos}", f"--plot={bars}", "-o", str(tmp_path / "out"))
     outcome = linvit("convert", DEIT, *args, "--json", *SMALL)
     names = mechanisms(outcome)
     measured = [layer["index"] for layer in outcome.json["sensitivity"]["layers"] if layer["kept"]]
@@ -238,10 +232,11 @@ def test_calibration_names_a_file_that_breaks_off(linvit: Run, tmp_path: Path) -
 @pytest.mark.parametrize(
     "args, message",
     [
-        (("--plan", "stella", "--calibrate", "."), "--calibrate measures which layers mixa keeps"),
+        (("--plan", "stella", "--calibrate", "."), "calibrate= measures which layers mixa keeps"),
         (("--plan", "mixa", "--plot", "bars.png"), "--plot draws what --calibrate measures"),
-        (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--where", "last"), "say how many with --keep, and not"),
-        (("--plan", "mixa", "--calibrate", ".", "--option", "keep=1"), "say how many with --keep"),
+        (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--where", "last"), "and keep=<a number>"),
+        (("--plan", "mixa", "--calibrate", ".", "--option", "keep=[1]"), "and keep=<a number>"),
+        (("--plan", "mixa", "--calibrate", ".", "--layers", "1"), "and keep=<a number>"),
         (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--option", "lokal=3"), "unexpected keyword argument"),
         (("--plan", "mixa", "--calibrate", "nowhere"), "nowhere is no folder of images"),
     ],

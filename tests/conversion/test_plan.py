@@ -79,7 +79,7 @@ def test_learned_positions_are_laid_out_for_the_input_size(model: nn.Module) -> 
         ("mixa", {"kept": 7}, "unexpected keyword"),
         ("xca", {"lpi": True}, "between attention and MLP"),
         (Plan("mine", Choice("stella"), (Rule(None, pattern="stage"),)), {}, "matches no layer"),
-        (Plan("mine", Choice("stella")), {"keep": 3}, "finished plan"),
+        (Plan("mine", Choice("stella")), {"local": 3}, "finished plan"),
         (
             Plan("mine", None, (Rule(Choice("stella"), layers=(0, 1)), Rule(None, layers=(1,)))),
             {},

@@ -11,23 +11,19 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-from linvit.cli import bench, bench_training, compare, convert, report, show, tables, theory, train
+from linvit.cli import bench, compare, convert, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
 from linvit.version import __version__
 
+plain: Any = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 app = typer.Typer(
-    name="linvit",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    name="linvit", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}, **plain
 )
 
 
@@ -37,14 +33,11 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         app(args)
     except LinvitError as mistake:
-        complain(str(mistake))
+        message = str(mistake)
     except OSError as mistake:
         if mistake.filename is None:
             raise
-        complain(f"{mistake.filename}: {mistake.strerror}")
-
-
-def complain(message: str) -> NoReturn:
+        message = f"{mistake.filename}: {mistake.strerror}"
     print("error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
 
@@ -57,9 +50,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def linvit(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     """Make the attention of vision transformers linear, and see honestly what that buys.
 
@@ -77,6 +68,5 @@ app.command("train")(train.train)
 app.command("eval")(eval_verb.eval_)
 app.command("compare")(compare.compare)
 app.command("report")(report.report)
-bench.app.command("training")(bench_training.training)
 app.add_typer(bench.app, name="bench")
 app.add_typer(show.app, name="show")

@@ -3,42 +3,68 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.errors import LinvitError, unknown
+from linvit.errors import LinvitError, NotHonoured, unknown
 
 if TYPE_CHECKING:
     import torch
 
 # The conversion that a verb makes: read by `linvit.conversion.parse_plan` and `split_plans`.
-PlanText = Annotated[
-    str, typer.Option("--plan", metavar="PLAN", help="A plan or mechanism, also as mixa:keep=6, or a plan's JSON file.")
-]
-PlanTexts = Annotated[
-    str, typer.Option("--plan", metavar="PLANS", help="Plans or mechanisms, with commas, such as stella,mixa:keep=6.")
-]
+PlanText = Annotated[str, typer.Option(metavar="PLAN", help="A plan or mechanism, as mixa:keep=6, or a plan's JSON.")]
+PlanTexts = Annotated[str, typer.Option(metavar="PLANS", help="Plans or mechanisms, such as stella,mixa:keep=6.")]
 PlanOptions = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the plan.")]
 Keep = Annotated[int | None, typer.Option("--keep", min=0, help="So many layers stay quadratic (mixa) or as they are.")]
 Drop = Annotated[str, typer.Option("--drop", help="What the conversion gives up, with commas, such as relative_bias.")]
 
 # Models and images.
-Size = Annotated[str, typer.Option("--size", metavar="PIXELS", help="Image size, such as 384 or 384x512.")]
-Sizes = Annotated[str, typer.Option("--size", metavar="PIXELS", help="Image sizes, with commas, such as 224,384x512.")]
-ModelArg = Annotated[
-    list[str] | None, typer.Option("--model-arg", metavar="NAME=VALUE", help="An argument of timm.create_model.")
-]
+Size = Annotated[str, typer.Option(metavar="PIXELS", help="Image size, such as 384x512; the model's own unless told.")]
+Sizes = Annotated[str, typer.Option(metavar="PIXELS", help="Image sizes, with commas, such as 224,384x512.")]
+ModelArg = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")]
 Pretrained = Annotated[bool, typer.Option(help="Start from timm's weights.")]
+Teacher = Annotated[str, typer.Option(metavar="MODEL_OR_DIR", help="Whom to learn from, or to compare with.")]
 
-# Data, and where the work happens.
+# Recipes, data, and where the work happens.
+Recipe = Annotated[str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, finetune, distil or fast.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")]
+Data = Annotated[str, typer.Option(help="digits, an image folder, a .tar of one, or a set timm knows by name.")]
 Root = Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named set lies.")]
 Loader = Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")]
 Workers = Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, as .png, .svg or .pdf.")]
+
+
+def plan_options(option: list[str] | None, keep: int | None, where: str = "", layers: str = "") -> dict[str, Any]:
+    """The options of a plan: --option, and the layers to keep, as --keep and --where or --layers give them."""
+    if keep is not None and layers:
+        raise LinvitError("--keep counts layers and --layers names them: give one of the two")
+    if where and keep is None:
+        raise LinvitError("--where places the layers that --keep counts: give --keep too")
+    options = pairs(option, "--option")
+    given = {"keep": numbers(layers, least=0) if layers else keep, "where": where or None}
+    kept = {name: value for name, value in given.items() if value is not None}
+    if options.keys() & kept.keys():
+        raise LinvitError("the layers to keep are given twice: give --keep and --where, or --layers, or --option")
+    return options | kept
+
+
+@contextmanager
+def dropping(drop: str) -> Iterator[list[str]]:
+    """What --drop names; what it does not name and should is told as that option takes it."""
+    from linvit.conversion.convert import names_to_drop
+
+    given_up = list(names_to_drop(feature.strip() for feature in drop.split(",") if feature.strip()))
+    try:
+        yield given_up
+    except NotHonoured as lacking:
+        together = ",".join([*given_up, *lacking.features])
+        raise LinvitError(f"{lacking.reason}: --drop {together} gives up what it cannot") from None
 
 
 def numbers(text: str, least: int = 1) -> list[int]:
@@ -60,9 +86,12 @@ def image_size(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
-def image_sizes(text: str) -> list[tuple[int, int]]:
-    """`224,384x512` as image sizes."""
-    return [image_size(part) for part in text.split(",")]
+def square_size(text: str) -> int | None:
+    """`224` as a number of pixels, for verbs whose images are square; none where nothing is given."""
+    height, width = image_size(text) if text else (None, None)
+    if height != width:
+        raise LinvitError(f"images are square here: give --size {height} or --size {width}, not '{text}'")
+    return height
 
 
 def words(text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -72,16 +101,6 @@ def words(text: str, known: Sequence[str]) -> tuple[str, ...]:
         if word not in known:
             raise unknown("choice", word, known)
     return found
-
-
-def square_size(text: str) -> int | None:
-    """`224` as a number of pixels, for verbs whose images are square; none where nothing is given."""
-    if not text:
-        return None
-    height, width = image_size(text)
-    if height != width:
-        raise LinvitError(f"images are square here: give --size {height} or --size {width}, not '{text}'")
-    return height
 
 
 def pairs(given: list[str] | None, option: str) -> dict[str, Any]:
@@ -98,14 +117,21 @@ def pairs(given: list[str] | None, option: str) -> dict[str, Any]:
     return found
 
 
+def check_file(path: Path | None) -> None:
+    """Raise unless a file of this name can be written. Asked before the work, so that nobody waits for nothing."""
+    if path is not None and path.is_dir():
+        raise LinvitError(f"{path} is a folder: give a file")
+    if path is not None and not path.parent.is_dir():
+        raise LinvitError(f"no folder {path.parent} to put {path.name} in; make it first")
+
+
 def find_device(name: str) -> torch.device:
     """The device that --device names."""
     import torch
 
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("auto", "cpu", "cuda"):
         raise LinvitError(f"unknown device '{name}'; known: auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and usual == "cpu":
         raise LinvitError("there is no CUDA device here: use --device cpu")
-    return torch.device(name)
+    return torch.device(usual if name == "auto" else name)

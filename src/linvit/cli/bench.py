@@ -1,39 +1,33 @@
-"""`linvit bench op | model | scaling`: speed and memory, side by side in one run."""
+"""`linvit bench op | model | training | scaling`: speed and memory, side by side in one run."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.arguments import (
-    Device,
-    Drop,
-    Keep,
-    ModelArg,
-    PlanOptions,
-    PlanText,
-    Sizes,
-    find_device,
-    image_sizes,
-    numbers,
-    pairs,
-    words,
-)
-from linvit.cli.convert import dropping, read_plan
+from linvit.cli import arguments
 from linvit.cli.output import Json, print_json, tracked
 from linvit.errors import LinvitError
 
+if TYPE_CHECKING:
+    import torch
+
+    from linvit.measurement.record import ResultFile
+
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against softmax, in one run.")
 
+USUAL = {"cuda": "bf16", "cpu": "fp32"}  # the dtype on each device
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; bf16 on a GPU and fp32 on the CPU if not given.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="The result file; a name with the time if not given.")
-]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="The result file; else a name with the time.")]
 Resume = Annotated[Path | None, typer.Option(help="Go on with this unfinished result file.")]
 Source = Annotated[Path | None, typer.Option("--from", help="Show this result file and measure nothing.")]
 Budget = Annotated[float, typer.Option(help="Seconds to spend on each time.")]
@@ -41,9 +35,7 @@ Budget = Annotated[float, typer.Option(help="Seconds to spend on each time.")]
 
 @app.command("op")
 def op(
-    mechanism: Annotated[
-        str, typer.Option("--mechanism", "-m", help="The mechanism, as `linvit list` names it.")
-    ] = "stella",
+    mechanism: Annotated[str, typer.Option("--mechanism", "-m", help="One that `linvit list` names.")] = "stella",
     option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the mechanism.")] = None,
     preset: Annotated[str | None, typer.Option(help="deit, grid or cpu: shapes to choose at once.")] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1",
@@ -52,16 +44,14 @@ def op(
     tokens: Annotated[str, typer.Option(help="Numbers of tokens.")] = "196,784",
     bias: Annotated[bool, typer.Option("--bias", help="With a learned bias that images share, as in Swin.")] = False,
     passes: Annotated[str, typer.Option(help="forward, forward+backward, or both.")] = "forward,forward+backward",
-    compared: Annotated[
-        str, typer.Option(help="What to measure, of ours, sdpa, reference and compiled.")
-    ] = "ours,sdpa,reference,compiled",
+    compared: Annotated[str, typer.Option(help="What to measure; all unless told.")] = "ours,sdpa,reference,compiled",
     dtype: Dtype = None,
-    device: Device = "auto",
+    device: arguments.Device = "auto",
     budget: Budget = 0.2,
     output: Output = None,
     resume: Resume = None,
     source: Source = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw time over tokens into this picture.")] = None,
+    plot: arguments.Picture = None,
     as_json: Json = False,
 ) -> None:
     """One mechanism beside SDPA, its reference, the compiled reference and the memory floor.
@@ -80,18 +70,16 @@ def op(
     if source is not None:
         result = record.read_result(source, "bench op")
     else:
-        place = find_device(device)
+        place = arguments.find_device(device)
         if preset is not None and preset not in speed.PRESETS:
             raise LinvitError(f"unknown preset '{preset}'; known: {', '.join(speed.PRESETS)}")
-        over = speed.PRESETS[preset] if preset else []
-        over = over or speed.shapes(*(numbers(text) for text in (batch, heads, head_dim, tokens)))
-        over = [replace(shape, bias=bias) for shape in over]
-        settings: dict[str, Any] = {"mechanism": mechanism, "options": pairs(option, "--option")}
-        settings["dtype"] = dtype or ("bf16" if place.type == "cuda" else "fp32")
-        wanted, which = words(compared, speed.IMPLEMENTATIONS), words(passes, speed.PASSES)
-        path = resume or output or default_path(f"bench-op-{mechanism}")
+        asked = speed.shapes(*(arguments.numbers(text) for text in (batch, heads, head_dim, tokens)))
+        over = [replace(shape, bias=bias) for shape in (speed.PRESETS[preset] if preset else asked)]
+        settings: dict[str, Any] = {"mechanism": mechanism, "options": arguments.pairs(option, "--option")}
+        settings["dtype"] = dtype or USUAL[place.type]
+        wanted, which = arguments.words(compared, speed.IMPLEMENTATIONS), arguments.words(passes, speed.PASSES)
         head = {"kind": "bench op", "version": 1, **settings, "layout": "packed"}
-        file = record.ResultFile(path, head, record.environment(place), resume=resume is not None)
+        file = open_result(output, resume, mechanism, head, place)
         file.data.setdefault("floor_elements", speed.ELEMENTS)
         file.data.setdefault("bandwidth", clock.copy_bandwidth(place))
         done = frozenset(speed.key(row) for row in file.rows)
@@ -106,17 +94,17 @@ def op(
 @app.command("model")
 def model(
     name: Annotated[str, typer.Argument(help="A timm model, such as deit_small_patch16_224.")] = "",
-    plan: PlanText = "stella",
-    option: PlanOptions = None,
-    keep: Keep = None,
-    drop: Drop = "",
-    model_arg: ModelArg = None,
-    size: Sizes = "224",
+    plan: arguments.PlanText = "stella",
+    option: arguments.PlanOptions = None,
+    keep: arguments.Keep = None,
+    drop: arguments.Drop = "",
+    model_arg: arguments.ModelArg = None,
+    size: arguments.Sizes = "224",
     batch: Annotated[str, typer.Option(help="Batch size: one, or one for each size.")] = "64",
     passes: Annotated[str, typer.Option(help="inference, training, or both.")] = "inference,training",
     modes: Annotated[str, typer.Option(help="eager, compiled, or graph: as a CUDA graph.")] = "eager,compiled",
     dtype: Dtype = None,
-    device: Device = "auto",
+    device: arguments.Device = "auto",
     budget: Budget = 1.0,
     output: Output = None,
     resume: Resume = None,
@@ -130,7 +118,7 @@ def model(
     Example: linvit bench model swin_tiny_patch4_window7_224 --plan stella --drop relative_bias,shift_mask
     """
     from linvit.cli.bench_output import print_model
-    from linvit.conversion import convert
+    from linvit.conversion import convert, parse_plan
     from linvit.measurement import model_speed, record
 
     if source is not None:
@@ -138,44 +126,108 @@ def model(
         return
     if not name:
         raise LinvitError("give a timm model, such as deit_small_patch16_224, or --from FILE")
-    place, sizes, batches = find_device(device), image_sizes(size), numbers(batch)
+    place, batches = arguments.find_device(device), arguments.numbers(batch)
+    sizes = [arguments.image_size(part) for part in size.split(",")]
     if len(batches) == 1:
         batches *= len(sizes)
     if len(batches) != len(sizes):
         raise LinvitError(f"give one batch size, or {len(sizes)}: one for each size")
-    options, args = pairs(option, "--option"), pairs(model_arg, "--model-arg")
-    chosen = read_plan(plan, keep, "first", "", options)
-    which, how = words(passes, model_speed.PASSES), words(modes, model_speed.MODES)
-    with dropping(drop) as given_up:
-        told = options | ({} if keep is None else {"keep": keep}) | ({"drop": given_up} if given_up else {})
-        kind = dtype or ("bf16" if place.type == "cuda" else "fp32")
-        head = {"kind": "bench model", "version": 1, "model": name, "to": plan, "options": told, "dtype": kind}
-        head |= {"args": args} if args else {}
-        path = resume or output or default_path(f"bench-model-{name}-{chosen.name}")
-        file = record.ResultFile(path, head, record.environment(place), resume=resume is not None)
-        rows = model_speed.sweep(
-            name,
-            lambda built: convert(built, chosen, drop=given_up),
-            sizes=sizes,
-            batches=batches,
-            dtype=kind,
-            device=place,
-            passes=which,
-            modes=how,
-            args=args,
-            done=frozenset(model_speed.key(row) for row in file.rows),
-            budget=budget,
-        )
+    options, args = arguments.plan_options(option, keep), arguments.pairs(model_arg, "--model-arg")
+    chosen = parse_plan(plan, **options)
+    which, how = arguments.words(passes, model_speed.PASSES), arguments.words(modes, model_speed.MODES)
+    settings: dict[str, Any] = {"dtype": dtype or USUAL[place.type], **({"args": args} if args else {})}
+    with arguments.dropping(drop) as given_up:
+        told = options | ({"drop": given_up} if given_up else {})
+        head = {"kind": "bench model", "version": 1, "model": name, "to": plan, "options": told, **settings}
+        file = open_result(output, resume, f"{name}-{chosen.name}", head, place)
+        done = frozenset(model_speed.key(row) for row in file.rows)
+        grid: dict[str, Any] = {"sizes": sizes, "batches": batches, "passes": which, "modes": how}
+        swap = partial(convert, plan=chosen, drop=given_up)
+        rows = model_speed.sweep(name, swap, device=place, done=done, budget=budget, **grid, **settings)
         left = 2 * len(sizes) * len(which) * len(how) - len(file.rows)
         result = file.fill(tracked(rows, f"timing {name}", left))
     finish(result, print_model, as_json)
 
 
+@app.command("training")
+def training(
+    model: Annotated[str, typer.Argument(help="A timm model, such as vit_tiny_patch16_224.")],
+    data: arguments.Data = "",
+    plan: arguments.PlanTexts = "",
+    recipe: arguments.Recipe = "deit",
+    set_: arguments.Settings = None,
+    steps: Annotated[int, typer.Option(help="Steps of each training; 200 if not given, 75 with --loaders.")] = 0,
+    model_arg: arguments.ModelArg = None,
+    root: arguments.Root = None,
+    loader: arguments.Loader = "auto",
+    loaders: Annotated[
+        bool, typer.Option("--loaders", help="With each loader, and without. On JPEGs made for it without --data.")
+    ] = False,
+    workers: arguments.Workers = 4,
+    device: arguments.Device = "auto",
+    output: Output = None,
+    resume: Resume = None,
+    as_json: Json = False,
+) -> None:
+    """Train a model with softmax and converted (stella, unless --plan says otherwise), one after the other, and count
+    images per second, loader included.
+
+    Of a recipe in stages that is the longest one's; the seconds are those of all stages for all their epochs. Without
+    --data on scikit-learn's digits. With --loaders and no --plan, softmax alone is trained, by each loader.
+
+    \b
+    Example: linvit bench training vit_tiny_patch16_224 --model-arg img_size=128 --data photos.tar --plan stella
+    Example: linvit bench training vit_tiny_patch16_224 --loaders --workers 14
+    """
+    from linvit.cli.bench_output import print_training
+    from linvit.conversion import convert, parse_plan
+    from linvit.conversion.plan import split_plans
+    from linvit.measurement.record import package
+    from linvit.tasks.classify.data import open_data
+    from linvit.tasks.classify.fitting import Sets
+    from linvit.tasks.classify.public import name_of, start
+    from linvit.tasks.classify.training_speed import STEP_ALONE, loaders_for, make_jpegs, training_speed
+    from linvit.training import override
+    from linvit.training import recipe as named_recipe
+    from linvit.training.objectives.teacher import open_teacher
+
+    place = arguments.find_device(device)
+    config = override(named_recipe(recipe, name_of(model)), set_ or [])
+    args = arguments.pairs(model_arg, "--model-arg")
+    names = ("softmax", *split_plans(plan or ("softmax" if loaders else "stella")))
+    plans = {name: parse_plan(name) for name in dict.fromkeys(names)}  # a wrong name is told before anything is trained
+    steps = steps or (75 if loaders else 200)
+    head = {"kind": "bench training", "version": 1, "model": model, "args": args, "recipe": config.to_dict()}
+    head |= {"data": data or ("JPEGs" if loaders else "digits"), "steps": steps}
+    head |= {"workers": workers, "torchvision": package("torchvision")} if loaders else {}
+    with TemporaryDirectory() as made:
+        if loaders and not data:
+            make_jpegs(Path(made))
+        images, _ = open_data(data or (made if loaders else "digits"), root=root)
+        file = open_result(output, resume, model, head | {"images": len(images)}, place)
+        done = {(row["attention"], row.get("loader", "")) for row in file.rows}
+        sets = Sets(images, loader=loader, workers=workers, held={})
+        sources = loaders_for(sets, place) if loaders else {"": sets}
+
+        def measure(pair: tuple[str, str]) -> dict[str, Any]:
+            name, source = pair
+            built = start(model, False, dict(args), images.class_count, config.seed)
+            teacher = None
+            if config.needs_teacher:
+                teacher = open_teacher(config.teacher) if config.teacher else copy.deepcopy(built)
+            if name != "softmax" or config.stages:  # stages align layers of ours, so softmax's have to be ours too
+                convert(built, plans[name])
+            given, loading = sources[source], source != STEP_ALONE
+            row = training_speed(built, given, config, steps=steps, device=device, teacher=teacher, loading=loading)
+            return {"attention": name, **({"loader": source} if source else {}), **row}
+
+        left = [pair for pair in product(plans, sources) if pair not in done]
+        finish(file.fill(tracked(map(measure, left), f"training {model}", len(left))), print_training, as_json)
+
+
 @app.command("scaling")
 def scaling(
-    mechanism: Annotated[
-        list[str] | None, typer.Option("--mechanism", "-m", help="Only these; all linear ones if not given.")
-    ] = None,
+    mechanism: Annotated[list[str] | None, typer.Option("--mechanism", "-m", help="Only these, of the linear.")] = None,
     tokens: Annotated[int, typer.Option(help="N; the other size is twice that.")] = 4096,
     as_json: Json = False,
 ) -> None:
@@ -212,5 +264,11 @@ def finish(result: dict[str, Any], print_result: Callable[[dict[str, Any]], None
         raise typer.Exit(1)
 
 
-def default_path(stem: str) -> Path:
-    return Path(f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json")
+def open_result(
+    output: Path | None, resume: Path | None, what: str, head: dict[str, Any], place: torch.device
+) -> ResultFile:
+    """The result file that --output or --resume names, or one with the time in its name."""
+    from linvit.measurement.record import ResultFile, environment
+
+    stem = f"{head['kind'].replace(' ', '-')}-{what}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    return ResultFile(resume or output or Path(f"{stem}.json"), head, environment(place), resume=resume is not None)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from linvit.cli.output import table
 from linvit.measurement.model_speed import compare_models
@@ -18,63 +17,57 @@ MEBI = 2**20
 
 def print_op(result: dict[str, Any]) -> None:
     """One line per shape and pass. `×` beside another implementation is how many times faster ours is."""
-    where = result["environment"]
-    bandwidth = result["bandwidth"] / 1e12
-    print(
-        f"{result['mechanism']} in {result['dtype']} on {where['hardware']}, torch {where['torch']}, "
-        f"memory copied at {bandwidth:.3g} TB/s; milliseconds"
-    )
-    made = columns("batch, heads, head dim, tokens", "pass", "floor", "ours", "× floor", *OTHERS)
-    made.add_column("peak MiB, ours / sdpa")
-    made.add_column("eager, ours / sdpa")
+    bandwidth = f"memory copied at {result['bandwidth'] / 1e12:.3g} TB/s"
+    print(f"{result['mechanism']} in {result['dtype']} {_where(result)}, {bandwidth}; milliseconds")
+    headings = ["batch, heads, head dim, tokens", "pass", "floor", "ours", "× floor", *OTHERS]
+    made = []
     for line in compare_op(result):
-        rows, cells = line["rows"], [str(line["shape"]), line["pass"], _ms(line["floor_ms"])]
+        rows, cells = line["rows"], [str(line["shape"]), line["pass"], _digits(line["floor_ms"])]
         cells += [_if_ok(rows.get("ours"), _timed), _number(line["times_floor"])]
         for name in OTHERS:
             faster = line["faster_than"][name]
             cells.append(_if_ok(rows.get(name), _timed) + ("" if faster is None else f" ({_number(faster)}×)"))
         right = [row if row and row["status"] == "ok" else None for row in (rows.get("ours"), rows.get("sdpa"))]
         cells.append(" / ".join(f"{row['peak_bytes'] / MEBI:.3g}" if row else "–" for row in right))
-        cells.append(" / ".join(_ms(row["eager_ms"]["median"]) if row else "–" for row in right))
-        made.add_row(*cells)
-    _print(made)
+        cells.append(" / ".join(_digits(row["eager_ms"]["median"]) if row else "–" for row in right))
+        made.append(cells)
+    _print(made, *headings, "peak MiB, ours / sdpa", "eager, ours / sdpa")
     reasons = Counter(row["why_reference"] for row in result["rows"] if "why_reference" in row)
     for reason, rows in reasons.items():
         print(f"{rows} rows of ours were measured on the plain reference: {reason.partition('; use impl')[0]}")
 
 
 def print_model(result: dict[str, Any]) -> None:
-    where = result["environment"]
-    print(f"{result['model']} to {result['to']} in {result['dtype']} on {where['hardware']}, torch {where['torch']}")
-    made = columns("pixels", "batch", "pass", "mode", "softmax, images/s", "converted, images/s", "ratio", "peak ratio")
+    print(f"{result['model']} to {result['to']} in {result['dtype']} {_where(result)}")
+    made = []
     for line in compare_models(result):
-        speeds = [_if_ok(line["rows"].get(name), _speed) for name in ("softmax", "converted")]
-        cells = [str(line["resolution"]), str(line["batch"]), line["pass"], line["mode"], *speeds]
-        made.add_row(*cells, _number(line["ratio"]), _number(line["memory_ratio"]))
-    _print(made)
+        pair = [line["rows"].get(name) for name in ("softmax", "converted")]
+        speeds = [_if_ok(row, lambda row: _digits(row["images_per_second"])) for row in pair]
+        cells = [line["resolution"], line["batch"], line["pass"], line["mode"], *speeds]
+        made.append([*cells, _number(line["ratio"]), _number(line["memory_ratio"])])
+    _print(made, "pixels", "batch", "pass", "mode", "softmax, images/s", "converted, images/s", "ratio", "peak ratio")
 
 
 def print_scaling(results: list[dict[str, Any]]) -> None:
     headings = [f"{tokens:,} tokens" for tokens in results[0]["tokens"]] if results else []
-    made = table(mechanism=11, variant=10, **dict.fromkeys(headings, -12), **{"ratio": -5, "": 0})
+    made = []
     for r in results:
         times, over = (f"{ms:.2f} ms" for ms in r["ms"]), "" if r["linear"] else f"over {r['limit']}"
-        made.add_row(r["mechanism"], r["variant"], *times, f"{r['ratio']:.2f}", over)
-    _print(made)
+        made.append((r["mechanism"], r["variant"], *times, f"{r['ratio']:.2f}", over))
+    _print(made, "mechanism", "variant", *headings, "ratio", "")
 
 
-def columns(*headings: str) -> Table:
-    return table(**dict.fromkeys(headings, 0))
+def _where(result: dict[str, Any]) -> str:
+    return f"on {result['environment']['hardware']}, torch {result['environment']['torch']}"
 
 
-def _print(made: Table) -> None:
-    """At the terminal's width, or as wide as the table is when the output goes to a file."""
-    console = Console()
-    Console(width=None if console.is_terminal else 200).print(made)
+def _print(rows: Iterable[Iterable[object]], *headings: str) -> None:
+    """A table at the terminal's width, or as wide as it is when the output goes to a file."""
+    Console(width=None if Console().is_terminal else 200).print(table(rows, **dict.fromkeys(headings, 0)))
 
 
-def _ms(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _number(value: float | None) -> str:
@@ -90,26 +83,20 @@ def _timed(row: dict[str, Any]) -> str:
     """Median and half the distance of the quartiles."""
     timing = row.get("graph_ms", row["eager_ms"])
     spread = (timing["high"] - timing["low"]) / 2 / timing["median"]
-    return f"{_ms(timing['median'])} ±{spread:.0%}"
-
-
-def _speed(row: dict[str, Any]) -> str:
-    speed = row["images_per_second"]
-    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
+    return f"{_digits(timing['median'])} ±{spread:.0%}"
 
 
 def print_training(result: dict[str, Any]) -> None:
-    where, recipe = result["environment"], result["recipe"]
+    recipe = result["recipe"]
     setting = f"{recipe['recipe']}, {recipe['batch_size']} images a step, {recipe['precision']}"
-    print(f"training {result['model']} by {setting} on {where['hardware']}, torch {where['torch']}")
-    whole = f"{recipe['epochs']:g} epochs, s"
-    made = columns("attention", "images/s", "quartiles", "ratio", whole, "peak GiB", "start, s", "error")
+    print(f"training {result['model']} by {setting} {_where(result)}")
+    whole, made = f"{recipe['epochs']:g} epochs, s", []
     usual = [row for row in result["rows"] if row["status"] == "ok" and row.get("loader") in (None, "resident")]
     softmax = next((row for row in usual if row["attention"] == "softmax"), None)
     for row in result["rows"]:
         name = f"{row['attention']}, {row['loader']}" if "loader" in row else row["attention"]
         if row["status"] != "ok":
-            made.add_row(name, row["status"], "", "", "", "", "", f"{row['error']:.1e}")
+            made.append((name, row["status"], "", "", "", "", "", f"{row['error']:.1e}"))
             continue
         low, high = row["windows"]["low"], row["windows"]["high"]
         ratio = row["images_per_second"] / softmax["images_per_second"] if softmax else None
@@ -118,5 +105,5 @@ def print_training(result: dict[str, Any]) -> None:
         start = f"{row['first_window_seconds']:.0f}" if "first_window_seconds" in row else "–"
         seconds = f"{row['seconds']:,.1f}" if "seconds" in row else "–"  # older results have none
         cells = (speed, f"{low:,.0f} … {high:,.0f}", _number(ratio), seconds, peak, start, f"{row['error']:.1e}")
-        made.add_row(name, *cells)
-    _print(made)
+        made.append((name, *cells))
+    _print(made, "attention", "images/s", "quartiles", "ratio", whole, "peak GiB", "start, s", "error")

@@ -2,67 +2,55 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.arguments import Settings, numbers, pairs
-from linvit.cli.output import INTERRUPTED, Json, print_json
+from linvit.cli import arguments
+from linvit.cli.output import INTERRUPTED, Json, print_json, screen
+from linvit.cli.train import first_process
 from linvit.errors import LinvitError
 
 if TYPE_CHECKING:
+    from linvit.comparison.scheduling.scheduler import Watch
     from linvit.comparison.scheduling.store import Store
 
 
 def compare(
-    what: Annotated[
-        str, typer.Argument(help="A preset, a TOML file, or a result file to repeat; without it, go on with STORE.")
-    ] = "",
+    what: Annotated[str, typer.Argument(help="A preset, a TOML file or a result file; else go on with STORE.")] = "",
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="STORE", help="Where results go.")] = None,
     mode: Annotated[str, typer.Option(help="scratch, or distil from one softmax teacher.")] = "",
     model: Annotated[str, typer.Option(help="fair, vit, or a timm model.")] = "",
-    model_arg: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of the model, such as width=64.")
-    ] = None,
+    model_arg: arguments.ModelArg = None,
     plan: Annotated[str, typer.Option(help="Plans and mechanisms, such as softmax,mixa:keep=2,all")] = "",
-    data: Annotated[str, typer.Option(help="As for train: digits, an image folder, a .tar, a named set.")] = "",
+    data: arguments.Data = "",
     root: Annotated[str, typer.Option(metavar="DIR", help="Where a named set lies.")] = "",
-    recipe: Annotated[
-        str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, finetune, distil or fast.")
-    ] = "",
-    set_: Settings = None,
+    recipe: arguments.Recipe = "",
+    set_: arguments.Settings = None,
     seeds: Annotated[str, typer.Option(help="With commas, such as 0,1,2.")] = "",
     patch_sizes: Annotated[str, typer.Option(help="With commas, such as 4,8.")] = "",
     size: Annotated[str, typer.Option(help="Image sizes to train at, with commas.")] = "",
-    teacher: Annotated[
-        str, typer.Option(metavar="MODEL_OR_DIR", help="For mode distil; without it one is trained first.")
-    ] = "",
+    teacher: arguments.Teacher = "",
     engine: Annotated[str, typer.Option(help="local (this process), gpus (this machine), ray, or auto.")] = "auto",
     per_gpu: Annotated[int, typer.Option(min=1, help="How many runs share a GPU, or the CPU where there is none.")] = 1,
     address: Annotated[str, typer.Option(help="Of the Ray cluster; auto, or local for one of this machine.")] = "",
-    cpus: Annotated[
-        int | None, typer.Option(min=1, help="How many processors a run reserves of a Ray cluster.")
-    ] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="Processors that a run reserves of a Ray cluster.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Only this task, and what it needs.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and about how long it takes.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Print a preset's file, to copy and change.")] = False,
-    merge: Annotated[
-        list[Path] | None, typer.Option(metavar="OTHER", help="First add another store, its folder or archive.")
-    ] = None,
-    pack: Annotated[
-        Path | None, typer.Option(metavar="FILE.tar.xz", help="At the end, write STORE into one archive.")
-    ] = None,
+    merge: Annotated[list[Path] | None, typer.Option(metavar="OTHER", help="First add another store.")] = None,
+    pack: Annotated[Path | None, typer.Option(metavar="FILE.tar.xz", help="At the end, pack STORE.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare mechanisms fairly: same architecture, recipe, data and seeds; only the attention changes.
 
     Every run ends as a file in STORE, and the report as STORE/report.html. What was killed goes on, what is finished is
     never repeated, what fails is noted and stops nothing. Several machines may work on one STORE, or each on its own,
-    merged later.
+    merged later; a store travels as one archive, too. Of mode distil, without a teacher one is trained first.
 
     \b
     Example: linvit compare digits -o runs/digits
@@ -70,15 +58,21 @@ def compare(
     if show:
         print_preset(what, as_json)
         return
-    changes = read_changes(
-        mode=mode, architecture=read_model(model, model_arg), plans=plan, data=data, root=root,
-        recipe=recipe, settings=set_, seeds=seeds, patch_sizes=patch_sizes, size=size, teacher=teacher,
-    )  # fmt: skip
+    from linvit.cli.compare_output import bars, lines, print_grid, print_left_out, print_summary
     from linvit.comparison.description.request import pick, read_request
     from linvit.comparison.scheduling import travel
     from linvit.comparison.scheduling.places.choice import choose
     from linvit.comparison.scheduling.store import Store
+    from linvit.conversion.plan import split_plans
 
+    if model_arg and not model:
+        raise LinvitError("--model-arg sets something of a model: give --model too")
+    given: dict[str, Any] = {"mode": mode, "data": data, "root": root, "recipe": recipe, "teacher": teacher}
+    given |= {"plans": tuple(split_plans(plan)), "settings": tuple(set_ or ())}
+    given["architecture"] = {"model": model, **arguments.pairs(model_arg, "--model-arg")} if model else {}
+    for name, text in (("seeds", seeds), ("patch_sizes", patch_sizes), ("size", size)):
+        given[name] = tuple(arguments.numbers(text, least=0 if name == "seeds" else 1)) if text else ()
+    changes = {name: value for name, value in given.items() if value}  # a flag that is not given says nothing
     work = choose(engine, per_gpu=per_gpu, address=address, cpus=cpus)
     if output is None and (not dry_run or merge or pack):
         raise LinvitError("say where results go: linvit compare digits -o runs/digits")
@@ -90,20 +84,17 @@ def compare(
     request = read_request(what, changes, store.comparisons() if store and not what else (), guess=dry_run)
     tasks = pick(request.tasks, only or [])
     if dry_run:
-        from linvit.cli.compare_output import print_grid
-
         print_grid(tasks, request, store, as_json)
         return
     assert store is not None
     for comparison in request.comparisons:
         store.ask(comparison)
-    from linvit.cli.compare_output import print_left_out, print_summary, screen
-
-    first = os.environ.get("RANK", "0") == "0"  # of the processes that `torchrun` starts, one speaks
+    first = first_process()
     if first:
         print_left_out(request, sys.stderr)
     try:
-        with screen(tasks, store, first and not as_json) as watch:
+        quiet: Watch | None = None if first and not as_json else lambda task, record: None
+        with screen(quiet, partial(bars, tasks, store), partial(lines, tasks, store)) as watch:
             summary = work(tasks, store, watch=watch, retry=retry)
     except KeyboardInterrupt:
         done = sum(store.finished(task) for task in tasks)
@@ -118,29 +109,11 @@ def compare(
         raise typer.Exit(1)
 
 
-def read_changes(**given: Any) -> dict[str, Any]:
-    """What the command line says of the comparison, as fields of one; a flag that is not given says nothing."""
-    from linvit.conversion.plan import split_plans
-
-    for name in ("seeds", "patch_sizes", "size"):
-        given[name] = tuple(numbers(given[name], least=0 if name == "seeds" else 1)) if given[name] else ()
-    given["plans"] = tuple(split_plans(given["plans"]))
-    given["settings"] = tuple(given["settings"] or ())
-    return {name: value for name, value in given.items() if value}
-
-
-def read_model(model: str, args: list[str] | None) -> dict[str, Any]:
-    if args and not model:
-        raise LinvitError("--model-arg sets something of a model: give --model too")
-    return {"model": model, **pairs(args, "--model-arg")} if model else {}
-
-
 def print_preset(name: str, as_json: bool) -> None:
     from linvit.comparison.description.spec import load, preset_text, presets
 
     if not name:
-        names = presets()
-        print_json(names) if as_json else print(*names, sep="\n")
+        print_json(presets()) if as_json else print(*presets(), sep="\n")
     elif as_json:
         print_json(load(name).to_dict())
     else:

@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from linvit.cli.arguments import (
-    Drop,
-    Keep,
-    ModelArg,
-    PlanOptions,
-    PlanText,
-    Pretrained,
-    Size,
-    image_size,
-    numbers,
-    pairs,
-)
+from linvit.cli import arguments
 from linvit.cli.output import Json, console, print_json, progress, table, tracked
-from linvit.errors import LinvitError, NotHonoured
+from linvit.errors import LinvitError
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from linvit.conversion import Plan, Report
-    from linvit.conversion.sensitivity import Sensitivity
+    from linvit.conversion import Report, Sensitivity
 
 
 def convert(
     model: Annotated[str, typer.Argument(help="A timm model, or a folder that linvit saved.")] = "",
-    plan: PlanText = "",
+    plan: arguments.PlanText = "",
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where to save it.")] = None,
-    keep: Keep = None,
+    keep: arguments.Keep = None,
     where: Annotated[str, typer.Option(help="Where --keep counts: first (unless told), last or alternating.")] = "",
     calibrate: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Measure on these images which layers mixa keeps.")
+        Path | None, typer.Option(metavar="DIR", help="Images that tell which layers to keep.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="With --calibrate, a bar plot of it.")] = None,
+    plot: arguments.Picture = None,
     layers: Annotated[str, typer.Option(help="The layers to keep, from 0, with commas, in place of --keep.")] = "",
-    drop: Drop = "",
-    option: PlanOptions = None,
-    size: Size = "",
-    patch_size: Annotated[
-        int | None, typer.Option(min=1, help="Resample the patch embedding, such as 16 to 14.")
-    ] = None,
+    drop: arguments.Drop = "",
+    option: arguments.PlanOptions = None,
+    size: arguments.Size = "",
+    patch_size: Annotated[int | None, typer.Option(min=1, help="Resample the patch embedding to this.")] = None,
     window_size: Annotated[int | None, typer.Option(min=1, help="Resize Swin's windows, such as 7 to 14.")] = None,
-    pretrained: Pretrained = True,
+    pretrained: arguments.Pretrained = True,
     checkpoint: Annotated[Path | None, typer.Option(metavar="FILE", help="Weights to use instead of timm's.")] = None,
-    model_arg: ModelArg = None,
+    model_arg: arguments.ModelArg = None,
     survey: Annotated[bool, typer.Option("--survey", help="Try every family of timm's models instead.")] = False,
     as_json: Json = False,
 ) -> None:
     """Swap the attention of a model by a plan, keep every weight, and say what changed.
 
-    What the plan's mechanisms cannot honour is an error until --drop names it. `linvit list plans` shows the plans.
+    What the plan's mechanisms cannot honour is an error until --drop names it. With --calibrate the layers that mixa
+    keeps are measured, and --plot draws that. `linvit list plans` shows the plans.
 
     \b
     Example: linvit convert deit_small_patch16_224 --plan mixa --keep 6 -o deit_s_mixa
@@ -70,110 +54,52 @@ def convert(
         if not given:
             raise LinvitError(f"give {wanted}: linvit convert deit_small_patch16_224 --plan mixa -o deit_s_mixa")
     assert output is not None
-    from linvit.conversion import as_plan, open_model, resample, save
     from linvit.conversion import convert as swap
-    from linvit.conversion.plan import split_options
+    from linvit.conversion import find_hosts, open_model, parse_plan, resample, save
+    from linvit.conversion.calibration import calibration_images
+    from linvit.conversion.convert import layers_to_measure
+    from linvit.conversion.sensitivity import passes
+    from linvit.figures import check_picture, plot_sensitivity
 
     if output.is_file():
         raise LinvitError(f"{output} is a file: give a folder")
-    measured = None
-    name, options = split_options(plan)
-    if calibrate is not None and (name != "mixa" or layers):
-        raise LinvitError("--calibrate measures which layers mixa keeps: give --plan mixa and no --layers")
     if plot is not None:
-        from linvit.figures import check_picture, plot_sensitivity
-
         check_picture(plot)
         if calibrate is None:
             raise LinvitError("--plot draws what --calibrate measures: give that too")
-    options |= pairs(option, "--option")
-    if where and keep is None:
-        raise LinvitError("--where places the layers that --keep counts: give --keep too")
-    if calibrate is not None and (where or options.keys() & {"keep", "where"}):
-        raise LinvitError("--calibrate measures which layers to keep: say how many with --keep, and not where")
-    chosen = read_plan(plan, keep, where or "first", layers, pairs(option, "--option"))
-    features(drop)  # a wrong name is told before any weights are fetched
-    pixels = image_size(size) if size else None
-    args = pairs(model_arg, "--model-arg")
-    instead = "--checkpoint FILE or --no-pretrained"
-    built = open_model(model, pretrained=pretrained, args=args, checkpoint=checkpoint, instead=instead)
-    resample(built, size=pixels, patch_size=patch_size, window_size=window_size)
-    with dropping(drop) as given_up:
-        if calibrate is not None:
-            measured = measure(built, calibrate, 6 if keep is None else keep, given_up)
-            chosen = as_plan("mixa", **{**options, "keep": measured.keep})
-        report = replace(swap(built, chosen, drop=given_up, size=pixels), sensitivity=measured)
+    chosen = parse_plan(plan, **arguments.plan_options(option, keep, where, layers))
+    count = 0 if calibrate is None else layers_to_measure(chosen)
+    pixels, args = arguments.image_size(size) if size else None, arguments.pairs(model_arg, "--model-arg")
+    with arguments.dropping(drop) as given_up:
+        instead = "--checkpoint FILE or --no-pretrained"
+        built = open_model(model, pretrained=pretrained, args=args, checkpoint=checkpoint, instead=instead)
+        resample(built, size=pixels, patch_size=patch_size, window_size=window_size)
+        if calibrate is None:
+            report = swap(built, chosen, drop=given_up, size=pixels)
+        else:
+            images = calibration_images(calibrate, built)
+            with progress("measuring layers", passes(len(find_hosts(built)), count)) as advance:
+                report = swap(built, chosen, drop=given_up, size=pixels, calibrate=images, advance=advance)
     save(built, output, model_args=None if Path(model).is_dir() else args)
     if as_json:
         print_json({"model": model, "output": str(output), **asdict(report)})
     else:
         print_report(report, output)
-    if measured is not None and plot is not None:
-        plot_sensitivity(measured, plot)
-
-
-def measure(model: nn.Module, folder: Path, keep: int, drop: list[str]) -> Sensitivity:
-    """The sensitivity of the layers on a folder's images, with a bar for the wait. The plan's option, a local branch,
-    starts at zero and turns no outputs, so it is measured without."""
-    from linvit.conversion.calibration import calibration_images
-    from linvit.conversion.convert import find_hosts
-    from linvit.conversion.sensitivity import measure_sensitivity, passes
-
-    with progress("measuring layers", passes(len(find_hosts(model)), keep)) as advance:
-        return measure_sensitivity(model, calibration_images(folder, model), keep=keep, drop=drop, advance=advance)
-
-
-def read_plan(text: str, keep: int | None, where: str, layers: str, options: dict[str, Any]) -> Plan:
-    """The plan as it is typed, with the layers to keep."""
-    from linvit.conversion import Rule
-    from linvit.conversion.plan import Pick, parse_plan, split_options
-
-    if keep is not None and layers:
-        raise LinvitError("--keep counts layers and --layers names them: give one of the two")
-    named = tuple(numbers(layers, least=0)) if layers else None
-    name, own = split_options(text)
-    if name == "mixa" and (named or keep is not None):
-        if (own | options).keys() & {"keep", "where"}:
-            raise LinvitError("the layers to keep are given twice: give --keep and --where, or --layers, or --option")
-        return parse_plan(text, **options, **({"keep": named} if named else {"keep": keep, "where": where}))
-    plan = parse_plan(text, **options)
-    kept = named if named or keep is None else Pick(keep, where)
-    return plan if kept is None else replace(plan, rules=(Rule(None, layers=kept), *plan.rules))
-
-
-def features(drop: str) -> list[str]:
-    """The names in --drop; one that no model's attention has is a mistake."""
-    from linvit.conversion.host import FEATURES
-
-    named = [feature.strip() for feature in drop.split(",") if feature.strip()]
-    for feature in named:
-        if feature not in FEATURES:
-            raise LinvitError(f"--drop: nothing is called '{feature}': give some of {', '.join(FEATURES)}")
-    return named
-
-
-@contextmanager
-def dropping(drop: str) -> Iterator[list[str]]:
-    """What --drop names; what it does not name and should is told as that option takes it."""
-    given_up = features(drop)
-    try:
-        yield given_up
-    except NotHonoured as lacking:
-        together = ",".join([*given_up, *lacking.features])
-        raise LinvitError(f"{lacking.reason}: --drop {together} gives up what it cannot") from None
+    if report.sensitivity is not None and plot is not None:
+        plot_sensitivity(report.sensitivity, plot)
 
 
 def print_report(report: Report, folder: Path) -> None:
-    made = table(layer=-5, name=20, before=10, after=16, note=10)
+    rows = []
     for layer in report.layers:
         given_up = f"gave up {', '.join(layer.dropped)}" if layer.dropped else ""
         kept = f"left as it is: {layer.kept}" if layer.kept else ""
         after = layer.after if layer.after == layer.before else f"[bold]{layer.after}[/bold]"
-        made.add_row(str(layer.index), layer.name, layer.before, after, given_up or kept)
+        rows.append((layer.index, layer.name, layer.before, after, given_up or kept))
     out = console()
     if report.sensitivity is not None:
         print_sensitivity(report.sensitivity)
-    out.print(made)
+    out.print(table(rows, layer=-5, name=20, before=10, after=16, note=10))
     out.print(str(report).splitlines()[0])
     if report.removed:
         out.print(report.losses)
@@ -181,12 +107,12 @@ def print_report(report: Report, folder: Path) -> None:
 
 
 def print_sensitivity(measured: Sensitivity) -> None:
-    made = table(layer=-5, name=20, turn=-7, kept=-4, similarity=-10)
+    rows = []
     for layer in measured.layers:
         reached = "" if layer.similarity is None else f"{layer.similarity:.4f}"
-        made.add_row(str(layer.index), layer.name, f"{layer.turn:.4f}", str(layer.kept or ""), reached)
+        rows.append((layer.index, layer.name, f"{layer.turn:.4f}", layer.kept or "", reached))
     out = console()
-    out.print(made)
+    out.print(table(rows, layer=-5, name=20, turn=-7, kept=-4, similarity=-10))
     out.print(
         f"“turn”: 1 − cosine of the outputs when only this layer is linear, {measured.images} images. “kept”: the "
         f"order in which layers were chosen to stay quadratic, with the similarity reached; "
@@ -198,16 +124,13 @@ def print_sensitivity(measured: Sensitivity) -> None:
 def print_survey(as_json: bool) -> None:
     from linvit.conversion.surveying import families, survey
 
-    rows = list(tracked(survey(), "surveying", len(families())))
+    found = list(tracked(survey(), "surveying", len(families())))
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json([asdict(row) for row in found])
         return
-    made = table(family=16, example=24, status=9, reason=30)
-    colours = {"converted": "green", "partly": "yellow"}
-    for row in rows:
-        status = f"[{colours.get(row.status, 'red')}]{row.status}[/]"
-        made.add_row(f"[bold]{row.family}[/bold]", row.example, status, row.reason)
+    colours = {"converted": "green", "partly": "yellow", "refused": "red"}
+    rows = [(f"[bold]{r.family}[/]", r.example, f"[{colours[r.status]}]{r.status}[/]", r.reason) for r in found]
+    counts = Counter(row.status for row in found)
     out = console()
-    out.print(made)
-    counts = {status: sum(row.status == status for row in rows) for status in ("converted", "partly", "refused")}
-    out.print(f"{len(rows)} families: " + ", ".join(f"{count} {status}" for status, count in counts.items()) + ".")
+    out.print(table(rows, family=16, example=24, status=9, reason=30))
+    out.print(f"{len(found)} families: " + ", ".join(f"{counts[status]} {status}" for status in colours) + ".")

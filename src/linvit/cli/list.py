@@ -15,21 +15,14 @@ from linvit.errors import unknown
 # Words for capabilities: said of a mechanism when it has them, or when it lacks what nearly every other has.
 HAS = {"bias": "takes bias", "grid": "needs grid", "input": "needs x", "between": "block step"}
 LACKS = {
-    "normalised": "grows with N",
-    "any_tokens": "fixed N",
-    "unequal": "no pooled keys",
-    "wide_values": "no wide v",
-    "key_mask": "no key mask",
-    "prefix": "no prefix",
-    "map": "no map",
-    "value": "ignores v",
+    **{"normalised": "grows with N", "any_tokens": "fixed N", "unequal": "no pooled keys", "wide_values": "no wide v"},
+    **{"key_mask": "no key mask", "prefix": "no prefix", "map": "no map", "value": "ignores v"},
 }
+Rows = list[dict[str, Any]]
 
 
 def list_(
-    what: Annotated[
-        str, typer.Argument(metavar="[mechanisms|models|plans]", help="What to list; all three unless told.")
-    ] = "",
+    what: Annotated[str, typer.Argument(metavar="[mechanisms|models|plans]", help="One kind; all unless told.")] = "",
     as_json: Json = False,
 ) -> None:
     """List the mechanisms with their capabilities, the models and the plans.
@@ -54,7 +47,7 @@ def list_(
         kinds[kind][1](listed)
 
 
-def mechanisms() -> list[dict[str, Any]]:
+def mechanisms() -> Rows:
     from linvit.attention import TokenGrid, create_attention, list_mechanisms, options_of
 
     rows = []
@@ -66,42 +59,33 @@ def mechanisms() -> list[dict[str, Any]]:
     return rows
 
 
-def models() -> list[dict[str, Any]]:
+def models() -> Rows:
     from linvit.models import list_models
 
     return [{"name": name} for name in list_models()]
 
 
-def plans() -> list[dict[str, Any]]:
+def plans() -> Rows:
     from linvit.conversion.plan import PLANS
 
     rows = []
     for name, plan in sorted(PLANS.items()):
         parameters = inspect.signature(plan).parameters.values()
         options = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        rows.append({"name": name, "summary": summary(plan), "options": options})
+        paragraph = " ".join((inspect.getdoc(plan) or "").split("\n\n")[0].split())
+        summary = paragraph.split(". ")[0].rstrip(".") + "."  # the first sentence of its docstring
+        rows.append({"name": name, "summary": summary, "options": options})
     return rows
 
 
-def summary(thing: object) -> str:
-    """The first sentence of its docstring."""
-    paragraph = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
-    return paragraph.split(". ")[0].rstrip(".") + "."
+def print_mechanisms(rows: Rows) -> None:
+    def cells(row: dict[str, Any]) -> tuple[str, ...]:
+        cost, differs = "N" if row["capabilities"]["linear"] else "N²", "\n".join(differences(row["capabilities"]))
+        options = "\n".join(f"{option}={default}" for option, default in row["options"].items())
+        return f"[bold]{row['name']}[/bold]", row["paper"], cost, differs, "\n".join(row["variants"]), options
 
-
-def print_mechanisms(rows: list[dict[str, Any]]) -> None:
-    made = table(mechanism=14, paper=27, cost=4, differs=14, variants=11, options=16)
-    for row in rows:
-        made.add_row(
-            f"[bold]{row['name']}[/bold]",
-            row["paper"],
-            "N" if row["capabilities"]["linear"] else "N²",
-            "\n".join(differences(row["capabilities"])),
-            "\n".join(row["variants"]),
-            "\n".join(f"{option}={default}" for option, default in row["options"].items()),
-        )
     out = console()
-    out.print(made)
+    out.print(table(map(cells, rows), mechanism=14, paper=27, cost=4, differs=14, variants=11, options=16))
     out.print(
         "Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys, "
         "wide values and key masks, and has a map. The first variant is the default.",
@@ -115,20 +99,17 @@ def differences(capabilities: dict[str, bool]) -> list[str]:
     return words + [word for name, word in LACKS.items() if not capabilities[name]]
 
 
-def print_models(rows: list[dict[str, Any]]) -> None:
-    made = table(family=10, models=40)
-    for family, members in groupby((row["name"] for row in rows), key=lambda name: name.split("_")[0]):
-        made.add_row(f"[bold]{family}[/bold]", "  ".join(members))
+def print_models(rows: Rows) -> None:
+    families = groupby((row["name"] for row in rows), key=lambda name: name.split("_")[0])
+    cells = ((f"[bold]{family}[/bold]", "  ".join(members)) for family, members in families)
     out = console()
-    out.print(made)
+    out.print(table(cells, family=10, models=40))
     out.print("Build them with timm.create_model(name) after import linvit.", style="italic")
 
 
-def print_plans(rows: list[dict[str, Any]]) -> None:
-    made = table(plan=10, summary=40, options=20)
-    for row in rows:
-        options = ", ".join(f"{option}={default}" for option, default in row["options"].items())
-        made.add_row(f"[bold]{row['name']}[/bold]", row["summary"], options)
+def print_plans(rows: Rows) -> None:
+    options = (", ".join(f"{option}={default}" for option, default in row["options"].items()) for row in rows)
+    cells = ((f"[bold]{row['name']}[/bold]", row["summary"], text) for row, text in zip(rows, options, strict=True))
     out = console()
-    out.print(made)
+    out.print(table(cells, plan=10, summary=40, options=20))
     out.print("Every mechanism's name is a plan as well: that mechanism in every layer.", style="italic")

@@ -12,6 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
     from rich.table import Table
 
 T = TypeVar("T")
@@ -36,14 +37,16 @@ def console() -> Console:
     return found
 
 
-def table(**widths: int) -> Table:
-    """A table without boxes from headings and their least widths; a negative width puts the column to the right."""
+def table(rows: Iterable[Iterable[object]] = (), /, **widths: int) -> Table:
+    """A table without boxes: its rows, and headings with their least widths, negative ones for numbers at the right."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for heading, width in widths.items():
         made.add_column(heading, justify="right" if width < 0 else "left", min_width=abs(width))
+    for row in rows:
+        made.add_row(*map(str, row))
     return made
 
 
@@ -66,6 +69,28 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
         timer.cancel()
         timer.join()
         bar.stop()
+
+
+def live(errors: Console) -> Progress:
+    """Bars with a text beside them, for work that tells more than how far it is."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    return Progress(*columns, console=errors, transient=True)
+
+
+@contextmanager
+def screen(quiet: T | None, bars: Callable[[Progress], T], lines: Callable[[], T]) -> Iterator[T]:
+    """Who hears of the work and shows it on stderr, for stdout has the result: bars at a terminal, lines in a file; or
+    `quiet`, where that is given."""
+    from rich.console import Console
+
+    errors = Console(stderr=True, highlight=False)
+    if quiet is not None or not errors.is_terminal:
+        yield lines() if quiet is None else quiet
+    else:
+        with live(errors) as shown:
+            yield bars(shown)
 
 
 def tracked(rows: Iterable[T], what: str, total: int) -> Iterator[T]:

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from linvit.cli.arguments import check_file
+from linvit.cli.compare_output import json_rows
 from linvit.cli.output import Json, print_json
 from linvit.codec import to_plain
 from linvit.errors import LinvitError
 
-if TYPE_CHECKING:
-    from linvit.comparison.reporting import Contents
-
-DEFAULT = Path("report.html")
-
 
 def report(
-    stores: Annotated[
-        list[Path],
-        typer.Argument(metavar="STORE...", help="Folders that `linvit compare -o` wrote, or archives of them."),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="The page; report.html unless another form is asked for."),
-    ] = None,
+    stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="What `linvit compare` wrote, or archives.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The page; report.html if alone.")] = None,
     md: Annotated[str, typer.Option("--md", metavar="FILE", help="Write Markdown; - prints it.")] = "",
-    csv: Annotated[
-        str, typer.Option("--csv", metavar="FILE", help="Write a line for each run and timing; - prints them.")
-    ] = "",
+    csv: Annotated[str, typer.Option("--csv", metavar="FILE", help="A line for each run and timing; - prints.")] = "",
     as_json: Json = False,
 ) -> None:
     """Write the report of a comparison: one page that works offline, Markdown, or CSV.
@@ -47,11 +36,10 @@ def report(
     if [md, csv].count("-") + as_json > 1:
         raise LinvitError("only one of --md -, --csv - and --json can go to the terminal: give files for the others")
     if output is None and not (md or csv or as_json):
-        output = DEFAULT
+        output = Path("report.html")
     targets = [path for path in (output, *(Path(name) for name in (md, csv) if name not in ("", "-"))) if path]
     for path in targets:
-        if not path.parent.is_dir():
-            raise LinvitError(f"no folder {path.parent} to put {path.name} in; make it first")
+        check_file(path)
     contents = write_report(stores, output)
     for name, make in ((md, markdown), (csv, spreadsheet)):
         if name == "-":
@@ -59,39 +47,10 @@ def report(
         elif name:
             write(Path(name), make(contents))
     if as_json:
-        print_json({**summary(contents), "files": [str(path) for path in targets]})
+        settings = [{"title": s.title, "mode": s.mode, "rows": json_rows(s)} for s in contents.settings]
+        failures = [{"key": f.key, "label": to_plain(f.label), "error": f.error} for f in contents.results.failures]
+        told = {"answer": list(contents.answer.sentences), "settings": settings, "failures": failures}
+        print_json({**told, "notes": contents.results.notes, "files": [str(path) for path in targets]})
     elif "-" not in (md, csv):
         print(*contents.answer.sentences, sep="\n")
         print(*(f"Report: {path}" for path in targets), sep="\n")
-
-
-def summary(contents: Contents) -> dict[str, Any]:
-    """The rows and the answer, for machines."""
-    return {
-        "answer": list(contents.answer.sentences),
-        "settings": [
-            {
-                "title": setting.title,
-                "mode": setting.mode,
-                "rows": [
-                    {
-                        "candidate": row.label.candidate,
-                        "teacher": row.is_teacher,
-                        "patch": row.label.patch,
-                        "size": row.label.size,
-                        "tokens": row.first.model.tokens,
-                        "seeds": row.seeds,
-                        "top1": row.top1.mean,
-                        "interval": row.interval,
-                        "difference": row.delta and row.delta.mean,
-                        "difference_interval": row.delta and row.delta.interval,
-                        "against": row.against if row.delta else None,
-                    }
-                    for row in setting.rows
-                ],
-            }
-            for setting in contents.settings
-        ],
-        "failures": [{"key": f.key, "label": to_plain(f.label), "error": f.error} for f in contents.results.failures],
-        "notes": contents.results.notes,
-    }

@@ -15,9 +15,7 @@ app = typer.Typer(help="Draw what was measured.", no_args_is_help=True)
 @app.command("masks")
 def masks(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a training run.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="A .png, .svg or .pdf; RUN_DIR/masks.png.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A picture; RUN_DIR/masks.png.")] = None,
     as_json: Json = False,
 ) -> None:
     """Plot how Castling's masks empty: the share of non-zeros over the steps, for each layer.
@@ -26,22 +24,19 @@ def masks(
     Example: linvit show masks runs/castling -o masks.png
     """
     from linvit.figures import check_picture, plot_masks
-    from linvit.figures.masks import mask_lines
+    from linvit.figures.plots import mask_lines
     from linvit.training.logs import read_log
 
-    path = output or run / "masks.png"
-    records = read_log(run)
+    path, records = output or run / "masks.png", read_log(run)
     check_picture(path)
-    layers, steps, shares, scales = mask_lines(records)
+    layers, steps, kept, scales = mask_lines(records)
     plot_masks(records, path)
-    ends = {layer: {"first": shares[0][i], "last": shares[-1][i]} for i, layer in enumerate(layers)}
+    ends = {layer: {"first": kept[0][i], "last": kept[-1][i]} for i, layer in enumerate(layers)}
     if as_json:
         print_json({"plot": str(path), "steps": len(steps), "layers": ends, "scale": scales[-1][1]})
         return
-    made = table(layer=24, first=-8, last=-8)
-    for layer, share in ends.items():
-        made.add_row(layer, f"{100 * share['first']:.2f} %", f"{100 * share['last']:.2f} %")
+    rows = ((layer, *(f"{100 * share:.2f} %" for share in shares.values())) for layer, shares in ends.items())
     out = console()
-    out.print(made)
+    out.print(table(rows, layer=24, first=-8, last=-8))
     out.print(f"Share of non-zeros over {len(steps)} steps; the branch ended with weight {scales[-1][1]:.2g}.")
     out.print(f"Plot: {path}")

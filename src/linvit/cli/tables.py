@@ -10,16 +10,12 @@ from linvit.cli.output import Json, console, print_json, table, tracked
 from linvit.errors import unknown
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from linvit.measurement.published import Table
     from linvit.measurement.tables import Cell, Compared
 
 
 def tables(
-    name: Annotated[
-        str | None, typer.Argument(help="fair, qtvit, mobile or castling; all of them if not given.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="fair, qtvit, mobile or castling; all unless told.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a row that should match does not.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -35,25 +31,25 @@ def tables(
 
     if name is not None and name not in TABLES:
         raise unknown("table", name, TABLES)
-    chosen = {key: found for key, found in TABLES.items() if name in (None, key)}
-    compared = {
-        key: list(tracked(compare_table(found), f"counting {key}", len(found.rows))) for key, found in chosen.items()
-    }
+    everything: list[Compared] = []
+    told = {}
+    for key, found in TABLES.items() if name is None else [(name, TABLES[name])]:
+        rows = list(tracked(compare_table(found), f"counting {key}", len(found.rows)))
+        told[key] = as_dict(found, rows)
+        everything += rows
+        if not as_json:
+            print_table(found, rows)
     if as_json:
-        print_json({key: as_dict(chosen[key], rows) for key, rows in compared.items()})
-    else:
-        out = console()
-        for key, rows in compared.items():
-            print_table(chosen[key], rows, out)
-    everything = [row for rows in compared.values() for row in rows]
+        print_json(told)
     if any(row.failure for row in everything) or (check and any(row.wrong for row in everything)):
         raise typer.Exit(1)
 
 
-def print_table(found: Table, rows: list[Compared], out: Console) -> None:
+def print_table(found: Table, rows: list[Compared]) -> None:
     from rich.markup import escape
     from rich.table import Table as Grid
 
+    out = console()
     out.print(f"[bold]{found.title}[/bold]  parameters in millions, {operations(found)} in billions")
     out.print(found.remark, style="italic")
     notes: list[str] = []
@@ -61,11 +57,8 @@ def print_table(found: Table, rows: list[Compared], out: Console) -> None:
     for section in found.sections:
         made = table()
         made.add_column(section.title, no_wrap=True, width=24)
-        for heading, width in (
-            *(("params", 6), ("ours", 7), ("error", 9)),
-            *((f"G{operations(found)}", 6), ("ours", 7), ("error", 9)),
-            *(("accuracy", 10), ("note", 4)),
-        ):
+        headings = ("params", "ours", "error", f"G{operations(found)}", "ours", "error", "accuracy", "note")
+        for heading, width in zip(headings, (6, 7, 9, 6, 7, 9, 10, 4), strict=True):
             made.add_column(heading, justify="right", no_wrap=True, width=width)
         for row in (next(left) for _ in section.rows):
             text = row.failure or row.printed.note
@@ -119,25 +112,18 @@ def summary(found: Table, rows: list[Compared]) -> str:
 
 
 def as_dict(found: Table, rows: list[Compared]) -> dict[str, Any]:
-    sections = [section.title for section in found.sections for _ in section.rows]
-    head = {"title": found.title, "remark": found.remark, "convention": found.convention, "tolerance": found.tolerance}
-    return {**head, "rows": [row_as_dict(*pair) for pair in zip(sections, rows, strict=True)]}
-
-
-def row_as_dict(section: str, row: Compared) -> dict[str, Any]:
     def cell(c: Cell) -> dict[str, Any]:
         published, agrees = float(c.published) if c.published else None, c.agrees if c.error is not None else None
         return {"published": published, "ours": c.ours, "error": c.error, "agrees": agrees, "must_agree": c.must}
 
-    return {
-        "section": section,
-        "label": row.printed.label.strip(),
-        "model": row.printed.model or None,
-        "options": dict(row.printed.options),
-        "size": list(row.printed.size),
-        "params_millions": cell(row.params),
-        "macs_billions": cell(row.macs),
-        "accuracy": row.printed.accuracy or None,
-        "note": row.printed.note or None,
-        "failure": row.failure or None,
-    }
+    def line(section: str, row: Compared) -> dict[str, Any]:
+        printed = row.printed
+        named = {"section": section, "label": printed.label.strip(), "model": printed.model or None}
+        built = {"options": dict(printed.options), "size": list(printed.size)}
+        counted = {"params_millions": cell(row.params), "macs_billions": cell(row.macs)}
+        said = {"accuracy": printed.accuracy or None, "note": printed.note or None, "failure": row.failure or None}
+        return {**named, **built, **counted, **said}
+
+    sections = [section.title for section in found.sections for _ in section.rows]
+    head = {"title": found.title, "remark": found.remark, "convention": found.convention, "tolerance": found.tolerance}
+    return {**head, "rows": [line(*pair) for pair in zip(sections, rows, strict=True)]}

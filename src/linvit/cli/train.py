@@ -1,44 +1,47 @@
-"""`linvit train`: train, fine-tune or distil a model."""
+"""`linvit train`: train, fine-tune or distil a model, with a bar at a terminal or a line now and then in a file."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import os
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.arguments import Loader, ModelArg, Root, Settings, Workers, pairs, square_size
-from linvit.cli.convert import dropping
-from linvit.cli.output import INTERRUPTED, Json, console, print_json, progress, table
-from linvit.cli.train_output import first_process, screen
+from linvit.cli import arguments
+from linvit.cli.output import INTERRUPTED, Json, console, print_json, progress, screen, table
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from linvit.tasks import Trained
+
+PATIENCE = 10.0  # seconds between two lines where there is no terminal
+Watch = Callable[[dict[str, Any]], None]
 
 
 def train(
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A timm model, or a folder linvit saved.")],
-    data: Annotated[str, typer.Option(help="digits, an image folder, a .tar of one, or a set timm knows by name.")],
+    data: arguments.Data,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN_DIR", help="Where the run is kept.")],
-    recipe: Annotated[
-        str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, finetune, distil or fast.")
-    ] = "fast",
-    plan: Annotated[str, typer.Option(help="Convert first, by a plan, a mechanism or a plan's JSON file.")] = "",
-    option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the plan.")] = None,
-    drop: Annotated[str, typer.Option(help="What conversion may give up, with commas.")] = "",
-    teacher: Annotated[
-        str, typer.Option(metavar="MODEL_OR_DIR", help="Whom to learn from; the unconverted model unless told.")
-    ] = "",
-    size: Annotated[str, typer.Option(help="Image size, such as 384; the model's own unless told.")] = "",
-    set_: Settings = None,
+    recipe: arguments.Recipe = "fast",
+    plan: arguments.PlanText = "",
+    option: arguments.PlanOptions = None,
+    keep: arguments.Keep = None,
+    drop: arguments.Drop = "",
+    teacher: arguments.Teacher = "",
+    size: arguments.Size = "",
+    set_: arguments.Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in RUN_DIR.")] = False,
-    pretrained: Annotated[bool, typer.Option(help="Start from timm's weights.")] = True,
-    model_arg: ModelArg = None,
-    root: Root = None,
-    loader: Loader = "auto",
-    workers: Workers = 4,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    pretrained: arguments.Pretrained = True,
+    model_arg: arguments.ModelArg = None,
+    root: arguments.Root = None,
+    loader: arguments.Loader = "auto",
+    workers: arguments.Workers = 4,
+    device: arguments.Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Train a model by a recipe; with --plan, convert it first and learn from the original.
@@ -50,61 +53,97 @@ def train(
     \b
     Example: linvit train deit_tiny_patch16_224 --data imagenet --plan mixa --recipe fast -o runs/mixa
     """
-    from linvit import tasks
-    from linvit.training.processes import close_process_group
+    from linvit.tasks import train as run
+    from linvit.training import close_process_group
 
+    built = {"pretrained": pretrained, "model_args": arguments.pairs(model_arg, "--model-arg")}
+    built |= {"plan": plan or None, "options": arguments.plan_options(option, keep), "teacher": teacher or None}
+    where = {"root": root, "loader": loader, "workers": workers, "device": device, "progress": progress}
+    how = {"size": arguments.square_size(size), "settings": set_ or [], "output": output, "resume": resume}
+    options: dict[str, Any] = {**built, **where, **how}
     try:
-        with screen(notes_only=as_json) as watch, dropping(drop) as given_up:
-            found = tasks.train(
-                model,
-                data,
-                recipe,
-                plan=plan or None,
-                options=pairs(option, "--option"),
-                drop=given_up,
-                teacher=teacher or None,
-                output=output,
-                size=square_size(size),
-                settings=set_ or [],
-                resume=resume,
-                pretrained=pretrained,
-                model_args=pairs(model_arg, "--model-arg"),
-                root=root,
-                loader=loader,
-                workers=workers,
-                device=device,
-                watch=watch,
-                progress=progress,
-            )
+        quiet: Watch | None = print_note if as_json or not first_process() else None
+        with screen(quiet, bar, plain) as watch, arguments.dropping(drop) as given_up:
+            found = run(model, data, recipe, drop=given_up, watch=watch, **options)
     except KeyboardInterrupt:
         typer.echo(f"stopped: the same command with --resume goes on with {output}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     close_process_group()
-    if not first_process():
-        return
-    if as_json:
-        print_json(summary(found, output))
-    else:
+    if first_process() and as_json:
+        values = {name: value for name, value in vars(found).items() if name not in ("model", "report")}
+        conversion = None if found.report is None else str(found.report).splitlines()[0]
+        print_json({"run": str(output), "conversion": conversion, **values})
+    elif first_process():
         print_outcome(found, output)
-
-
-def summary(found: Trained, folder: Path) -> dict[str, Any]:
-    conversion = None if found.report is None else str(found.report).splitlines()[0]
-    values = {
-        field.name: getattr(found, field.name) for field in fields(found) if field.name not in ("model", "report")
-    }
-    return {"run": str(folder), "conversion": conversion, **values}
 
 
 def print_outcome(outcome: Trained, folder: Path) -> None:
     labelled = "agreement" not in outcome.last
     columns = {"top1": "top-1", "top5": "top-5"} if labelled else {"agreement": "agreement", "kl": "KL"}
-    made = table(weights=8, **dict.fromkeys(columns.values(), -9), step=-6)
+    rows = []
     for name, metrics in (("last", {**outcome.last, "step": outcome.steps}), ("best", outcome.best)):
         if metrics.keys() & columns.keys():
             shown = [f"{metrics[key]:.4f}" if key == "kl" else f"{metrics[key]:.2f}" for key in columns]
-            made.add_row(name, *shown, f"{metrics['step']:.0f}")
+            rows.append((name, *shown, f"{metrics['step']:.0f}"))
     out = console()
-    out.print(made)
+    out.print(table(rows, weights=8, **dict.fromkeys(columns.values(), -9), step=-6))
     speed = f", {outcome.images_per_second:,.0f} images/s" if outcome.images_per_second else ""
     out.print(f"{outcome.steps} steps, {outcome.seconds:.0f} s{speed}. Models: {folder / 'best'}, {folder / 'last'}")
+
+
+def first_process() -> bool:
+    """Whether this is the one of the processes that `torchrun` started which talks to the user."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print_note(record: dict[str, Any]) -> None:
+    if record["kind"] == "note":
+        print(record["text"], file=sys.stderr)
+
+
+def bar(shown: Progress) -> Watch:
+    task: Any = None
+    top1 = ""
+
+    def watch(record: dict[str, Any]) -> None:
+        nonlocal task, top1
+        if record["kind"] == "note":
+            shown.console.print(record["text"])
+        elif record["kind"] == "eval":
+            top1 = f"  {score(record)}"
+        else:
+            if task is None:
+                task = shown.add_task("", total=record["steps"], completed=record["step"], text="")
+            shown.update(task, completed=record["step"], description=record["stage"], text=words(record) + top1)
+
+    return watch
+
+
+def plain() -> Watch:
+    """Lines for a log file: every evaluation and note, and the training now and then."""
+    last = 0.0
+
+    def watch(record: dict[str, Any]) -> None:
+        nonlocal last
+        print_note(record)
+        if record["kind"] == "eval":
+            print(f"step {record['step']}: {score(record)}", file=sys.stderr)
+        elif record["kind"] == "train" and time.monotonic() - last > PATIENCE:
+            last = time.monotonic()
+            print(f"step {record['step']} of {record['steps']}: {words(record)}", file=sys.stderr)
+
+    return watch
+
+
+def score(record: dict[str, Any]) -> str:
+    """What an evaluation found, in few words."""
+    if "top1" in record:
+        return f"top-1 {record['top1']:.2f}"
+    return f"agrees with the teacher on {record['agreement']:.2f} %, KL {record['kl']:.4f}"
+
+
+def words(record: dict[str, Any]) -> str:
+    """The loss and speed of a record, in few words."""
+    accuracy = "".join(f"  {name} {100 * record[name]:.1f} %" for name in ("accuracy", "agreement") if name in record)
+    speed = f"  {record['images_per_second']:,.0f} images/s" if record["images_per_second"] else ""
+    return f"loss {record['loss']:.4f}{accuracy}{speed}"

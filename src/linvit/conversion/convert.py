@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ def convert(
     size: int | tuple[int, int] | None = None,
     drop: Iterable[str] = (),
     calibrate: Iterable[Any] | None = None,
+    advance: Callable[[], None] = lambda: None,
     impl: str = "auto",
     quiet: bool = True,
     **options: Any,
@@ -69,13 +70,14 @@ def convert(
     mechanism cannot honour (a relative bias, say) is an error unless `drop` names it or the plan may give it up; what
     `drop` names is dropped in every layer that the plan converts. `size` is the image size that learned positions are
     laid out for; the model's own by default. `calibrate`, batches of images, measures which layers `mixa` keeps
-    quadratic. With `quiet` the local branches that mechanisms bring along start at zero, as suits pretrained weights;
-    a model to be trained from scratch wants them as their papers do. Nothing is touched before everything fits.
+    quadratic, and calls `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at
+    zero, as suits pretrained weights; a model to be trained from scratch wants them as their papers do. Nothing is
+    touched before everything fits.
     """
     named = names_to_drop(drop)
     plan, measured = as_plan(plan, **options), None
     if calibrate is not None:
-        plan, measured = place_by_sensitivity(model, plan, calibrate, named)
+        plan, measured = place_by_sensitivity(model, plan, calibrate, named, advance)
     hosts = find_hosts(model)
     if not hosts:
         raise LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
@@ -174,17 +176,21 @@ def refuse_idle(model: nn.Module, plan: Plan, named: Iterable[str], steps: list[
         )
 
 
+def layers_to_measure(plan: Plan) -> int:
+    """How many layers a plan keeps, where `calibrate` is to measure which."""
+    pick = plan.rules[0].layers if plan.rules else Pick(0)
+    if plan.name != "mixa" or not isinstance(pick, Pick) or pick.where != "first":
+        raise LinvitError("calibrate= measures which layers mixa keeps: give plan='mixa' and keep=<a number>")
+    return pick.count
+
+
 def place_by_sensitivity(
-    model: nn.Module, plan: Plan, loader: Iterable[Any], named: Collection[str]
+    model: nn.Module, plan: Plan, loader: Iterable[Any], named: Collection[str], advance: Callable[[], None]
 ) -> tuple[Plan, Sensitivity]:
     """MixA's plan with the layers that are measured to be kept, and the measurement, for `calibrate`."""
     from linvit.conversion.sensitivity import measure_sensitivity
 
-    pick = plan.rules[0].layers if plan.rules else Pick(0)
-    if plan.name != "mixa" or not isinstance(pick, Pick) or pick.where != "first":
-        raise LinvitError("calibrate= measures which layers mixa keeps: give plan='mixa' and keep=<a number>")
-    linear, quadratic = (Plan(name, Choice(name), drop=plan.drop) for name in ("stella", "relu_quadratic"))
-    found = measure_sensitivity(model, loader, keep=pick.count, linear=linear, quadratic=quadratic, drop=named)
+    found = measure_sensitivity(model, loader, keep=layers_to_measure(plan), drop=named, advance=advance)
     return replace(plan, rules=tuple(replace(rule, layers=found.keep) for rule in plan.rules)), found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -141,9 +141,15 @@ def mixa(*, keep: int | Sequence[int] = 6, where: str = "first", local: int = 0)
     all layers get a convolution of that width beside their attention, which is not the paper's.
     """
     options = {"local": local} if local else {}
-    layers = Pick(keep, where) if isinstance(keep, int) else tuple(keep)
-    rules = (Rule(Choice("relu_quadratic", options), layers=layers),) if keep else ()
+    rules = (Rule(Choice("relu_quadratic", options), layers=layers_of(keep, where)),) if keep else ()
     return Plan("mixa", Choice("stella", options), rules, drop=("relative_bias", "shift_mask"))
+
+
+def layers_of(keep: int | Sequence[int], where: str = "first") -> Pick | tuple[int, ...]:
+    """The layers that `keep` counts and `where` places, or that it lists."""
+    if not isinstance(keep, int) and where != "first":
+        raise LinvitError("keep lists its layers: where= places those that it counts")
+    return Pick(keep, where) if isinstance(keep, int) else tuple(keep)
 
 
 def castling(*, sparse: bool = True, **options: Any) -> Plan:
@@ -179,7 +185,12 @@ def list_plans() -> list[str]:
 
 
 def as_plan(plan: str | Plan, **options: Any) -> Plan:
-    """A plan from a plan's or a mechanism's name and its options."""
+    """A plan from a plan's or a mechanism's name and its options. As mixa, every plan takes `keep`, a number or a list
+    of layers, and `where`: these stay as they are."""
+    if plan != "mixa" and "keep" in options:
+        layers = layers_of(keep := options.pop("keep"), options.pop("where", "first"))
+        made = as_plan(plan, **options)
+        return replace(made, rules=(Rule(None, layers=layers), *made.rules)) if keep else made
     if isinstance(plan, Plan):
         if options:
             raise LinvitError(f"options go with a plan's name, not with a finished plan: {', '.join(options)}")

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-import linvit
 from linvit.codec import digest, to_plain
 from linvit.comparison.description.spec import Comparison, renamed
 from linvit.comparison.description.task import Task
@@ -35,7 +34,7 @@ from linvit.comparison.results import Environment, Failure, Run, Speed, SpeedIde
 from linvit.comparison.scheduling.claims import BEAT, STALE, Claim, abandoned, take
 from linvit.errors import LinvitError
 from linvit.files import create, read_json, to_json, write_json
-from linvit.measurement.record import environment, hardware
+from linvit.measurement.record import PACKAGE, environment, hardware
 
 FOLDERS = {"run": "runs", "teacher": "runs", "speed": "speeds", "failure": "failures"}
 
@@ -176,7 +175,7 @@ class Store:
 
     def portable(self, text: str) -> str:
         """Text without the folders of this machine, which mean nothing where the store may travel to."""
-        packages = Path(linvit.__file__).parents[1], Path(torch.__file__).parents[1]
+        packages = PACKAGE.parent, Path(torch.__file__).parents[1]
         for folder in (self.folder.resolve(), self.folder, *packages):
             text = re.sub(rf"(?<![\w./-]){re.escape(f'{folder}{os.sep}')}", "", text)  # whole paths, not ends of others
         return text

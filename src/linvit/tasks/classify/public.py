@@ -78,7 +78,7 @@ def train(
         config = replace(config, size=size)
     chosen = parse_plan(plan, **(options or {})) if isinstance(plan, str) else plan
     if plan is None and (options or drop):
-        raise LinvitError("--option and --drop are of a conversion: give --plan too, or leave them out")
+        raise LinvitError("--option, --keep and --drop are of a conversion: give --plan too, or leave them out")
     if folder is not None and folder.is_file():
         raise LinvitError(f"{folder} is a file: give a folder")
     processes = make_processes(config, device)

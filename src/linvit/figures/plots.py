@@ -1,0 +1,138 @@
+"""How every picture looks, where it may be written, and the plots of a bench, a calibration and a training."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linvit.conversion import Sensitivity
+from linvit.errors import LinvitError, unknown
+from linvit.measurement.side_by_side import compare_op
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Records = list[dict[str, Any]]
+FORMATS = (".pdf", ".png", ".svg")
+INK, BLUE, RED, GREY = "#1f2933", "#1f6fb4", "#c8503c", "#9aa5b1"
+STYLE = {
+    **{"font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9.5, "axes.titlelocation": "left"},
+    **{"axes.edgecolor": GREY, "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False},
+    **{"grid.alpha": 0.25, "text.color": INK, "xtick.color": INK, "ytick.color": INK},
+    **{"legend.frameon": False, "legend.fontsize": 8, "svg.hashsalt": "linvit"},
+}
+# Ours is the one bold colour; the others are told apart by marker too, for readers who see no colour.
+LINES = {
+    "ours": {"color": "#d1495b", "marker": "o", "linewidth": 2.4, "zorder": 4},
+    "sdpa": {"color": "#30638e", "marker": "s", "linewidth": 1.6},
+    "reference": {"color": "#8d99ae", "marker": "^", "linewidth": 1.2},
+    "compiled": {"color": "#5f6b7a", "marker": "v", "linewidth": 1.2},
+}
+LABELS = {"sdpa": "softmax (SDPA)", "reference": "reference, eager", "compiled": "reference, compiled"}
+
+
+def check_picture(path: Path) -> None:
+    """Raise unless `path` is a picture's name in a folder that exists. Asked before the work, so that nobody waits for
+    a file that cannot be saved."""
+    if path.suffix.lower() not in FORMATS:
+        raise unknown("picture format", path.suffix or path.name, FORMATS)
+    if not path.parent.is_dir():
+        raise LinvitError(f"no folder {path.parent} to put {path.name} in; make it first")
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure of so many inches to draw on, written to `path` in the end; the suffix names the format."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]  # its keys are a Literal of hundreds
+        figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
+        yield figure
+        figure.savefig(path)
+
+
+def plot_op(result: dict[str, Any], path: Path) -> None:
+    """Time over tokens on log axes, with the memory floor, of a `bench op` result: for the batch, heads and head dim
+    measured at the most token counts (the largest of them where several tie)."""
+    series: dict[tuple[int, int, int], dict[str, Records]] = defaultdict(lambda: defaultdict(list))
+    for line in sorted(compare_op(result), key=lambda line: (line["pass"], line["shape"].tokens)):
+        shape = line["shape"]
+        series[shape.batch, shape.heads, shape.head_dim][line["pass"]].append(line)
+    if not series:
+        raise LinvitError("the result file has no rows to draw")
+    chosen, passes = max(series.items(), key=lambda item: (sum(map(len, item[1].values())), item[0]))
+    with picture(path, 4.6 * len(passes) + 0.4, 4.2) as figure:
+        panels = figure.subplots(1, len(passes), squeeze=False)[0]
+        for panel, (which, drawn) in zip(panels, passes.items(), strict=True):
+            _panel(panel, which, drawn, result["mechanism"])
+        panels[0].set_ylabel("milliseconds")
+        panels[0].legend()
+        where = f"batch {chosen[0]}, {chosen[1]} heads of {chosen[2]}, {result['dtype']}"
+        figure.suptitle(f"{where}, {result['environment']['hardware']}", fontsize=10)
+
+
+def _panel(panel: Any, which: str, drawn: Records, mechanism: str) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    tokens = [line["shape"].tokens for line in drawn]
+    panel.plot(tokens, [line["floor_ms"] for line in drawn], color="black", linestyle=":", label="memory floor")
+    for name, style in LINES.items():
+        points = [(line["shape"].tokens, line["ms"][name]) for line in drawn if line["ms"].get(name) is not None]
+        if points:
+            panel.plot(*zip(*points, strict=True), label=LABELS.get(name, mechanism), markersize=5, **style)
+    panel.set(xscale="log", yscale="log", xlabel="tokens", title=which.replace("+", " + "), xticks=tokens)
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
+    panel.grid()
+
+
+def plot_sensitivity(sensitivity: Sensitivity, path: Path) -> None:
+    """Which layers matter: bars for how far the outputs turn, the kept layers marked in the order they were chosen."""
+    layers = sensitivity.layers
+    places = [layer.index for layer in layers]
+    with picture(path, max(5.0, 0.45 * len(layers) + 1.5), 3.2) as figure:
+        ax = figure.subplots()
+        colours = [BLUE if layer.kept else GREY for layer in layers]
+        bars = ax.bar(places, [layer.turn for layer in layers], color=colours, width=0.7)
+        ax.bar_label(bars, [str(layer.kept or "") for layer in layers], color=BLUE, fontsize=8)
+        ax.set(xlabel="layer", ylabel="outputs turn by (1 − cosine)", xticks=places)
+        ax.set_title(f"One layer made linear at a time, {sensitivity.images} images")
+        if sensitivity.keep:
+            note = f"Blue: the {len(sensitivity.keep)} layers to keep quadratic, in the order they were chosen."
+            figure.supxlabel(note, fontsize=8, color=INK)
+
+
+def mask_lines(records: Records) -> tuple[list[str], list[int], list[list[float]], list[tuple[int, float]]]:
+    """From a run's log: the layers, the steps, the share of each step and layer, and where the branch was annealed."""
+    noted = [(record["step"], record["kept"]) for record in records if record.get("kept")]
+    if not noted:
+        raise LinvitError("the run logged no masks: train a model converted by the plan castling")
+    steps = [kept["first_step"] + i for _, kept in noted for i in range(len(kept["share"]))]
+    shares = [share for _, kept in noted for share in kept["share"]]
+    return noted[0][1]["layers"], steps, shares, [(step, kept["scale"]) for step, kept in noted]
+
+
+def plot_masks(records: Records, path: Path) -> None:
+    """The share of non-zeros in Castling's masks over the steps of a training, a line for each layer on a logarithmic
+    axis, and the weight of the branch where it was annealed."""
+    from matplotlib import colormaps
+
+    layers, steps, shares, scales = mask_lines(records)
+    with picture(path, 6.4, 4.0) as figure:
+        panel = figure.subplots()
+        for index, layer in enumerate(layers):
+            colour = colormaps["viridis"](index / max(1, len(layers) - 1))
+            panel.plot(steps, [100 * row[index] for row in shares], color=colour, linewidth=1.2, label=layer)
+        panel.set(xlabel="step", ylabel="non-zeros in the mask, %", yscale="symlog")
+        panel.set_ylim(bottom=0)
+        if any(scale < 1 for _, scale in scales):
+            beside = panel.twinx()
+            beside.plot(*zip(*scales, strict=True), color="black", linestyle=":", label="weight of the branch")
+            beside.set(ylabel="weight of the branch (dotted)", ylim=(0, 1.05))
+        panel.grid()
+        panel.legend(fontsize=7, ncols=2)
