@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from linvit.codec import digest, to_plain
-from linvit.comparison.description.identity import counted_config
+from linvit.comparison.description.task import counted_config
 from linvit.comparison.results import (
     Conversion,
     Drift,

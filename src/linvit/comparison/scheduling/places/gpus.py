@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from linvit.comparison.description.task import Task
-from linvit.comparison.scheduling.places.place import Execute, Hear, Place, Record, TimingSlot, attempt
+from linvit.comparison.scheduling.places.place import Execute, Hear, Place, TimingSlot, attempt
 from linvit.comparison.scheduling.store import Store
 
 TICK = 0.5  # seconds to wait for word from a worker
@@ -67,7 +67,9 @@ class Gpus(Place):
             try:
                 record = worker.pipe.recv()
             except (EOFError, OSError):
-                record = worker.lost()
+                worker.process.join()
+                text = f"it ended with code {worker.process.exitcode} (killed, or out of memory?)"
+                record = {"kind": "lost", "text": text, "begun": worker.begun, "spoilt": True}
                 self.workers.remove(worker)
             worker.begun = True
             hear(worker.name, record)
@@ -101,11 +103,6 @@ class WorkerProcess:
         with visible(gpu):
             self.process.start()
         theirs.close()
-
-    def lost(self) -> Record:
-        self.process.join()
-        text = f"it ended with code {self.process.exitcode} (killed, or out of memory?)"
-        return {"kind": "lost", "text": text, "begun": self.begun, "spoilt": True}
 
 
 def serve(pipe: Connection, execute: Execute, folder: str, device: str) -> None:
