@@ -70,7 +70,10 @@ class RayCluster(Place):
             self.errand = Errand(first, folder, mark, own_source(), self.shared, self.execute)
             self.look_around()
             self.timing_slots()  # every node is asked before any gets work
-            self.mailbox = self.open_mailbox()
+            from ray.util.queue import Queue
+
+            here = pinned(self.ray.get_runtime_context().get_node_id())
+            self.mailbox = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})  # for word from workers
             try:
                 yield
             except self.ray.exceptions.RayActorError:
@@ -128,13 +131,6 @@ class RayCluster(Place):
             name = asked[ref]["NodeManagerHostname"]
             raise LinvitError(f"node {name} of the Ray cluster gave no answer in {PATIENCE:.0f} s: is it overloaded?")
         return [self.known[node] for node in rows if node in self.known]
-
-    def open_mailbox(self) -> Any:
-        """A queue beside the driver where workers leave word for it."""
-        from ray.util.queue import Queue
-
-        here = pinned(self.ray.get_runtime_context().get_node_id())
-        return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
 
     # The workers, and what they are at.
 

@@ -111,7 +111,6 @@ class RayWorker:
         wrong = misfit(errand.source, errand.task.places)
         if wrong is not None:
             return {"kind": "misfit", "text": f"node {platform.node()} of the Ray cluster {wrong}"}
-
         last = 0.0
 
         def send(event: Record) -> None:
