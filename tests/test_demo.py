@@ -69,7 +69,7 @@ def test_whole_demo_and_once_more(small: Path, screen: Screen, capsys: pytest.Ca
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split()[:1] and "%" in line}
     assert rows.keys() >= set(CANDIDATES) and "1,437 images to learn from, 360 to check; one seed" in out
-    for run in Store(folder / "store").runs():
+    for run in (result for result in Store(folder / "store").results() if result.kind == "run"):
         name = run.label.candidate
         assert rows[name][1:4:2] == [f"{run.conversion.zero_shot:.1f}", f"{run.top1:.1f}"]
         assert re.search(r"\d\.\d\d×", " ".join(rows[name])), "its speed against softmax is not there"

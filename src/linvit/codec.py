@@ -7,8 +7,6 @@ A field may say in its metadata what it is called in files (`{"key": "input_size
 while it has its default (`{"sparse": True}`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import types

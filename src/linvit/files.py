@@ -4,8 +4,6 @@ A file is written beside its place, flushed to the disk and renamed, so that a r
 it. What a killed process left beside its place begins with a dot, and no reader looks at those.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from linvit.comparison.description.grid import expand
+from linvit.comparison.description.request import survey
 from linvit.comparison.description.spec import Comparison
 from linvit.comparison.description.task import Task
 
@@ -13,6 +13,11 @@ PLAIN = (
     "mixup=0", "cutmix=0", "erasing=0", "randaugment=none", "colour_jitter=0", "flip=0", "crop_scale=0.6,1",
 )  # fmt: skip
 FAIR: dict[str, Any] = {"model": "fair", "width": 16, "depths": [1, 1], "heads": [1, 2]}
+
+
+def expand(comparison: Comparison) -> list[Task]:
+    """All its tasks."""
+    return survey(comparison)[0]
 
 
 def tasks(*candidates: str, settings: tuple[str, ...] = (), plain: bool = True, **changes: Any) -> list[Task]:

@@ -14,14 +14,15 @@ from linvit.comparison.results import (
     Accuracy,
     Candidate,
     DataFacts,
-    DataSet,
     Environment,
     Identity,
     Label,
     ModelFacts,
+    Named,
     Run,
     Speed,
     SpeedIdentity,
+    TrainedTeacher,
     Training,
     TrainingIdentity,
 )
@@ -41,12 +42,14 @@ def make_task(number: int, kind: str = "run", needs: tuple[str, ...] = (), **ext
     if kind == "speed":
         identity = SpeedIdentity(**structure, ladder=(32,), batch=1, precision="fp32", compile=False, devices=("cpu",))
     else:
-        data = DataSet("digits", None)
+        data = Named("digits", None)
         identity = TrainingIdentity(**structure, kind=kind, mode="scratch", data=data, config={}, seed=number)
+        for key in needs:
+            identity = replace(identity, teacher=TrainedTeacher(key, replace(identity, kind="teacher")))
     label = Label(
         candidate=f"c{number}", mechanism="stella", paper="MixA", patch=4, size=32, mode="scratch", seed=number
     )
-    return Task(identity, label, needs)
+    return Task(identity, label)
 
 
 def make_result(
@@ -59,6 +62,14 @@ def make_result(
     accuracy = Accuracy((), top1, None, top1, None, None, "")
     data, model = DataFacts("digits", None, 1, 1), ModelFacts(1, 1, 1)
     return Run(**{"training": Training(0.0, None, None, "cpu", 1), **head}, data=data, model=model, accuracy=accuracy)
+
+
+def runs_of(store: Store) -> list[Run]:
+    return [result for result in store.results() if isinstance(result, Run) and result.kind == "run"]
+
+
+def speeds_of(store: Store) -> list[Speed]:
+    return [result for result in store.results() if isinstance(result, Speed)]
 
 
 def note(store: Store, task: Task, what: str) -> None:

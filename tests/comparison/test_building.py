@@ -7,8 +7,7 @@ import timm
 import torch
 
 from linvit.attention import list_mechanisms
-from linvit.comparison.description.building import become, build_model, build_softmax, student_of
-from linvit.comparison.description.candidates import read_candidate
+from linvit.comparison.description.building import build_model, build_softmax, read_candidate, student_of
 from linvit.comparison.results import Structure
 from linvit.conversion import find_hosts, load, save
 from linvit.conversion.host import Host
@@ -30,7 +29,7 @@ def mechanisms(model: torch.nn.Module) -> list[str]:
 @pytest.mark.parametrize("candidate", [*list_mechanisms(), "mixa:keep=1"])
 def test_candidates_start_from_the_same_weights(candidate: str) -> None:
     model = build_model(structure(candidate), seed=3)
-    softmax = build_softmax(FAIR, patch_size=8, size=32, classes=10, seed=3)
+    softmax = build_softmax(structure("softmax"), seed=3)
     ours = dict(model.named_parameters())
     for name, tensor in softmax.named_parameters():
         assert torch.equal(ours[name], tensor), name
@@ -91,7 +90,7 @@ def test_what_was_built_can_be_saved(tmp_path: Any, architecture: dict[str, Any]
 
 
 def test_measured_layers() -> None:
-    teacher = build_softmax(VIT, patch_size=8, size=32, classes=10)
+    teacher = build_softmax(structure("softmax", VIT))
     images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))]
     wanted = structure("mixa:keep=2,layers=measured", VIT)
     student, report = student_of(teacher, wanted, calibrate=images)
@@ -104,7 +103,7 @@ def test_measured_layers() -> None:
 
 
 def test_a_student_keeps_the_teachers_weights_at_another_size() -> None:
-    teacher = build_softmax(VIT, patch_size=8, size=32, classes=10)
+    teacher = build_softmax(structure("softmax", VIT))
     student, _ = student_of(teacher, structure("stella", VIT, patch_size=4, size=32))
     assert student.patch_embed.patch_size == (4, 4)
     assert student(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
@@ -113,8 +112,8 @@ def test_a_student_keeps_the_teachers_weights_at_another_size() -> None:
 
 def test_mistakes() -> None:
     with pytest.raises(LinvitError, match="unknown model 'vits'; did you mean vit"):
-        build_softmax({"model": "vits"})
+        build_softmax(structure("softmax", {"model": "vits"}))
     with pytest.raises(LinvitError, match="cannot be built with"):
-        build_softmax({"model": "deit_tiny_patch16_224", "widht": 3})
+        build_softmax(structure("softmax", {"model": "deit_tiny_patch16_224", "widht": 3}))
     with pytest.raises(LinvitError, match="cannot keep 9 layers"):
-        become(build_softmax(VIT, patch_size=8, size=32), read_candidate("mixa:keep=9"))
+        build_model(structure("mixa:keep=9", VIT))

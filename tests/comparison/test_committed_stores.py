@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from linvit.codec import to_plain
-from linvit.comparison.description.grid import from_result
+from linvit.comparison.description.request import from_result
 from linvit.comparison.results import Run
 from linvit.comparison.scheduling.store import Store
 from linvit.comparison.scheduling.travel import merge, open_store

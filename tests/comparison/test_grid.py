@@ -14,11 +14,11 @@ from PIL import Image
 
 from linvit.attention import list_mechanisms
 from linvit.codec import to_plain
-from linvit.comparison.description.grid import expand, from_result, survey
-from linvit.comparison.description.identity import describe_data, key_of
+from linvit.comparison.description.request import from_result, survey
 from linvit.comparison.description.spec import Comparison, Measure, Part
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.task import Task, describe_data, key_of
 from linvit.errors import LinvitError
+from tests.comparison.small import expand
 
 SMALL = {"model": "fair", "width": 16, "depths": [1, 1], "heads": [1, 2]}
 TINY = Comparison(
@@ -105,7 +105,7 @@ def test_mistakes_are_found_before_anything_runs(change: dict[str, Any], message
 
 def test_keys_are_the_same_in_another_process() -> None:
     code = (
-        "from tests.comparison.test_grid import TINY; from linvit.comparison.description.grid import expand;"
+        "from tests.comparison.test_grid import TINY; from tests.comparison.small import expand;"
         "print(*(task.key for task in expand(TINY)))"
     )
     done = subprocess.run(

@@ -16,21 +16,26 @@ from typing import Any
 
 import pytest
 
-from linvit.comparison.description.grid import expand
 from linvit.comparison.description.spec import Comparison, Measure
 from linvit.comparison.description.task import Task
 from linvit.comparison.results import Run, Speed, parse_result
 from linvit.comparison.scheduling.places import ray as engine
-from linvit.comparison.scheduling.places.here import Here
-from linvit.comparison.scheduling.places.place import real_execute
-from linvit.comparison.scheduling.places.ray import RayCluster
-from linvit.comparison.scheduling.places.ray_cluster import OneVoice, connect
-from linvit.comparison.scheduling.places.ray_files import keep_only, mirrored, read_files, write_files
-from linvit.comparison.scheduling.places.ray_worker import absolute, misfit, own_source
+from linvit.comparison.scheduling.places.place import Here, real_execute
+from linvit.comparison.scheduling.places.ray import OneVoice, RayCluster, connect
+from linvit.comparison.scheduling.places.ray_worker import (
+    absolute,
+    keep_only,
+    mirrored,
+    misfit,
+    own_source,
+    read_files,
+    write_files,
+)
 from linvit.comparison.scheduling.scheduler import run
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from tests.comparison.tasks import log, make_result, make_task, quick, without_timings
+from tests.comparison.small import expand
+from tests.comparison.tasks import log, make_result, make_task, quick, runs_of, speeds_of, without_timings
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join([str(ROOT / "src"), str(ROOT)])  # of linvit and of the tests, for workers
@@ -273,8 +278,8 @@ def test_runs_share_gpus_and_speeds_come_last_and_alone(ray: Any, cluster: Any, 
     last = max(spans[task.key][1] for task in runs)
     early, late = sorted(spans[task.key] for task in speeds)
     assert last < early[0] < early[1] < late[0]
-    assert {result.training.shared for result in store.runs()} == {2}
-    assert {result.environment.threads for result in store.speeds()} == {1}
+    assert {result.training.shared for result in runs_of(store)} == {2}
+    assert {result.environment.threads for result in speeds_of(store)} == {1}
 
 
 def test_what_a_node_must_have(tmp_path: Path) -> None:
@@ -300,7 +305,7 @@ def test_places_are_absolute_on_their_way(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_checkpoints_are_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linvit.comparison.scheduling.places.ray_files.EVERY", 0.05)
+    monkeypatch.setattr("linvit.comparison.scheduling.places.ray_worker.EVERY", 0.05)
     there, here = tmp_path / "there", tmp_path / "here"
     write_files(there, {"log.jsonl": b"a", "checkpoints/step-1.safetensors": b"1"})
     write_files(here, read_files(there))

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from linvit.codec import to_plain
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import DataFacts, DataSet
+from linvit.comparison.results import DataFacts, Named
 from linvit.comparison.scheduling.execution import running
 from linvit.comparison.scheduling.execution.running import execute, threads
 from linvit.comparison.scheduling.execution.sharing import Shared
@@ -167,7 +167,7 @@ def test_failures_say_what_is_wrong(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(LinvitError, match="layers=measured asks a trained model"):
         execute(measured, store, device="cpu")
-    other = replace(task, identity=replace(task.identity, data=DataSet("digits", "0")))
+    other = replace(task, identity=replace(task.identity, data=Named("digits", "0")))
     with pytest.raises(LinvitError, match="is not the set this run is about"):
         execute(other, store, device="cpu")
     assert running.SHARED.bench is None, "nothing of a failed run is used again"

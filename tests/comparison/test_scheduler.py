@@ -16,12 +16,12 @@ import pytest
 
 from linvit.comparison.description.task import Task
 from linvit.comparison.results import Run, Speed
-from linvit.comparison.scheduling.board import Board
 from linvit.comparison.scheduling.places.gpus import Gpus
-from linvit.comparison.scheduling.places.here import DeviceSpoilt, Here
-from linvit.comparison.scheduling.scheduler import run
+from linvit.comparison.scheduling.places.place import Here
+from linvit.comparison.scheduling.scheduler import Board, run
 from linvit.comparison.scheduling.store import Store
-from tests.comparison.tasks import log, make_result, make_task, quick
+from linvit.errors import LinvitError
+from tests.comparison.tasks import log, make_result, make_task, quick, runs_of, speeds_of
 
 FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).parents[2]
@@ -145,8 +145,8 @@ def test_workers_share_the_tasks_and_speeds_come_alone(tmp_path: Path) -> None:
     begun = Counter(key for what, key, *_ in lines if what == "begin")
     assert begun[odd[1].key] == 2 and begun[odd[2].key] == 3
     assert all(begun[task.key] == 1 for task in (teacher, *runs, *speeds))
-    assert {result.training.shared for result in store.runs()} == {2}
-    assert {result.environment.threads for result in store.speeds()} == {1}
+    assert {result.training.shared for result in runs_of(store)} == {2}
+    assert {result.environment.threads for result in speeds_of(store)} == {1}
     assert not any(store.claimed(task) for task in tasks)
 
 
@@ -200,7 +200,7 @@ def test_several_processes_do_one_run_together(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     store = Store(tmp_path)
-    assert [result.key for result in store.runs()] == sorted(make_task(n).key for n in (1, 2))
+    assert [result.key for result in runs_of(store)] == sorted(make_task(n).key for n in (1, 2))
     for task in (make_task(1), make_task(2)):
         assert len({pid for what, key, pid, _ in log(tmp_path) if (what, key) == ("end", task.key)}) == 2
         assert not store.claimed(task)
@@ -221,7 +221,7 @@ def test_a_spoilt_gpu_stops_the_process(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "linvit.comparison.scheduling.store.environment", lambda device: {"hardware": device, "time": ""}
     )
-    with pytest.raises(DeviceSpoilt, match=r"c1 left the GPU unusable \(CUDA error: an illegal"):
+    with pytest.raises(LinvitError, match=r"c1 left the GPU unusable \(CUDA error: an illegal"):
         run(tasks, store, Here(quick), watch=Heard())
     assert len(store.failures(tasks[0].key)) == 1 and not store.claimed(tasks[0])
     assert board.open() == [tasks[1]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from linvit.comparison.description.candidates import name_of, read_candidate
+from linvit.comparison.description.building import name_of, read_candidate
 from linvit.comparison.description.spec import Comparison, Measure, Part, load, preset_text, presets, renamed
 from linvit.errors import LinvitError
 
@@ -118,7 +118,7 @@ def test_a_typo_in_a_candidate(text: str, message: str) -> None:
 def test_a_plan_file_is_a_candidate(tmp_path: Path) -> None:
     import json
 
-    from linvit.comparison.description.candidates import plan_of
+    from linvit.comparison.description.building import plan_of
     from linvit.conversion import as_plan
 
     plan = as_plan("mixa", keep=1)

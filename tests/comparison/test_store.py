@@ -16,12 +16,12 @@ import pytest
 
 import linvit
 from linvit.comparison.description.spec import Comparison, load
-from linvit.comparison.scheduling import claims
-from linvit.comparison.scheduling.places.here import Here
+from linvit.comparison.scheduling import store as claims
+from linvit.comparison.scheduling.places.place import Here
 from linvit.comparison.scheduling.scheduler import run
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from tests.comparison.tasks import log, make_result, make_task, quick
+from tests.comparison.tasks import log, make_result, make_task, quick, runs_of, speeds_of
 
 spawn = multiprocessing.get_context("spawn")
 fork = multiprocessing.get_context("fork")
@@ -34,7 +34,7 @@ def test_a_result_is_written_once_and_never_changed(tmp_path: Path) -> None:
     assert store.write(task, make_result(task, top1=1.0))
     assert store.finished(task) and not store.work_folder(task.key).exists()
     assert not store.write(task, make_result(task, top1=2.0))
-    assert [result.top1 for result in store.runs()] == [1.0]
+    assert [result.top1 for result in runs_of(store)] == [1.0]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [f"{task.key}.json"]
     with pytest.raises(ValueError, match="the result of run"):
         store.write(make_task(2), make_result(task))
@@ -46,7 +46,7 @@ def test_speeds_are_kept_for_each_hardware(tmp_path: Path) -> None:
     assert not store.finished(task) and store.finished(task, "NVIDIA H200")
     assert store.write(task, make_result(task)) and store.finished(task)
     assert {path.name for path in (tmp_path / "speeds").iterdir()} >= {f"{task.key}-nvidia-h200.json"}
-    assert len(store.speeds()) == 2 and not store.runs()
+    assert len(speeds_of(store)) == 2 and not runs_of(store)
 
 
 def test_failures_add_up(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_damaged_and_foreign_files_are_noted(tmp_path: Path) -> None:
     (tmp_path / "runs" / f"{cut.key}.json").write_text(whole[:50])
     (tmp_path / "runs" / "notes.json").write_text("[1]")
     (tmp_path / "runs" / f"{make_task(3).key}.json").write_text(whole)  # a result under another's name
-    assert [result.key for result in store.runs()] == [task.key]
+    assert [result.key for result in runs_of(store)] == [task.key]
     assert len(store.notes) == 3 and all("left aside" in note for note in store.notes)
     assert store.write(cut, make_result(cut)) and store.finished(cut)
     assert any("damaged" in path.name for path in (tmp_path / "runs").iterdir())
@@ -112,8 +112,7 @@ def test_one_claim_at_a_time(tmp_path: Path) -> None:
     store, task = Store(tmp_path), make_task(1)
     first = store.claim(task)
     assert first is not None and store.claim(task) is None and store.claimed(task)
-    with first:
-        pass
+    first.release()
     assert not store.claimed(task)
     again = store.claim(task)
     assert again is not None
@@ -232,7 +231,7 @@ def test_many_processes_on_one_store(tmp_path: Path, kills: int, monkeypatch: py
         worker.join(60)
         assert worker.exitcode == 0
     store = Store(tmp_path)
-    assert sorted(result.key for result in store.runs()) == sorted(task.key for task in tasks)
+    assert sorted(result.key for result in runs_of(store)) == sorted(task.key for task in tasks)
     assert not store.notes and not store.failures()
     begun = Counter(key for what, key, *_ in log(tmp_path) if what == "begin")
     assert set(begun) == {task.key for task in tasks}

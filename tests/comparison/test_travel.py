@@ -16,7 +16,7 @@ from linvit.comparison.scheduling import travel
 from linvit.comparison.scheduling.store import Store
 from linvit.comparison.scheduling.travel import Archive, merge, open_store, pack, store_name
 from linvit.errors import LinvitError
-from tests.comparison.tasks import make_result, make_task
+from tests.comparison.tasks import make_result, make_task, runs_of
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -56,8 +56,9 @@ def test_work_under_way_here_is_not_touched(tmp_path: Path) -> None:
     here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
     (there.work_folder(task.key)).mkdir(parents=True)
     there.add_failure(there.failure(make_task(9), "so that it is a store"))
-    with here.claim(task) or pytest.fail("no claim"):
-        assert merge(here, tmp_path / "there")["work"] == 0
+    claim = here.claim(task)
+    assert claim is not None and merge(here, tmp_path / "there")["work"] == 0
+    claim.release()
     assert merge(here, tmp_path / "there")["work"] == 1
 
 
@@ -71,7 +72,7 @@ def test_a_cut_archive_gives_what_it_has(tmp_path: Path) -> None:
     other = Store(tmp_path / "there")
     added = merge(other, tmp_path / "cut.tar")
     assert 5 < added["runs"] < 30 and "cannot be read to its end" in other.notes[0]
-    assert len(other.runs()) == added["runs"]
+    assert len(runs_of(other)) == added["runs"]
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.xz"])
@@ -112,6 +113,12 @@ def test_an_archive_that_swells_is_refused(tmp_path: Path, monkeypatch: pytest.M
             patch.setattr(travel, limit, 4000)
             with pytest.raises(LinvitError, match="holds more than"):
                 list(Archive(tmp_path / "here.tar.xz").results())
+            if limit == "MOST":
+                patch.setattr(travel, "SWELLING", 0)
+            with pytest.raises(LinvitError, match="holds more than a store could: not merged"):
+                merge(Store(tmp_path / "there"), tmp_path / "here.tar.xz")
+            assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]
+    assert merge(Store(tmp_path / "there"), tmp_path / "here.tar.xz")["runs"] == 1
     assert len(list(Archive(tmp_path / "here.tar.xz").results())) == 1
 
 
@@ -176,5 +183,5 @@ def test_merging_loses_nothing_in_any_order(
     kept = [json.loads(content) for content in before.values()]
     assert {(r["key"], r["version"]) for r in kept} == {(make_task(n).key, v) for n, v in {*a, *b}}
     assert len(kept) == len({*a, *b}), "nothing doubled"
-    for result in one.runs():
+    for result in runs_of(one):
         assert result.version == min(v for n, v in {*a, *b} if make_task(n).key == result.key)

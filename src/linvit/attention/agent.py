@@ -13,8 +13,6 @@ prefix tokens (registers) get the same treatment, each its own bias (inferred). 
 pooling as well. With pooled keys, v is resized to the queries before the convolution.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -15,8 +15,6 @@ threshold is 4/N, which is the release's 0.02 at N = 197 and does not keep every
 pooled keys or subsampled queries take ½·v and the convolution from v brought to the queries' positions.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

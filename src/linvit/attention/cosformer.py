@@ -13,8 +13,6 @@ at cell centres as fractions of the picture, (row + ½)/height, so that pooled k
 there are any. eps = 1e-6 as in the released code.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -12,8 +12,6 @@ drops tokens from both softmaxes (the release adds −10000, here −∞), and b
 and keys: pooled keys are refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -12,8 +12,6 @@ zero. Prefix tokens have no place on the grid and get neither position nor convo
 With pooled keys the code resizes v linearly along the raster order before the convolution; so does this.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

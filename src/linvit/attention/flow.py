@@ -11,8 +11,6 @@ Variants: `vision` (default, the file Flowformer's image models use) adds eps to
 `general` (the stand-alone file) does not. They differ by about eps.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from linvit.attention import Call, LinearAttention, Shape, Size, Unnormalised, register

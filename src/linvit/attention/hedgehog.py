@@ -9,8 +9,6 @@ query and one a head for the keys. `softmax` is the form its authors use against
 the features. W starts as the identity, here times d^-¼, which is softmax's 1/√d shared by q and k (inferred).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -7,8 +7,6 @@ the number of tokens: the sum, and so the output, grows with N. No official code
 paper as third-party code and Mobile-Attention's ablation use it. eps, the least length a token is divided by, is ours.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -12,8 +12,6 @@ The residual's kernel is G2(GELU(G1(mean of the block's input over all tokens)))
 patches only. With pooled keys v is resized to the queries first (inferred).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

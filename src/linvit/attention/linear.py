@@ -5,8 +5,6 @@ count and the use of the fused kernel from them. A feature map that the kernel h
 PyTorch and its features go through the kernel as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -12,8 +12,6 @@ lowered to N (ours). `fair` ties its rank to N and so is quadratic, at an eighth
 E and F have a row per token: the mechanism serves the number of keys it was built for and no other.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

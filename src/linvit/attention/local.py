@@ -4,8 +4,6 @@ Each takes the values `(batch, heads, keys, value_dim)` and returns them at the 
 the grid: branches over the grid add nothing to them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -27,8 +27,6 @@ The ablations of the poster's table, all inferred from their names:
     competition=False, gate="glu"        that, times the sigmoid of a linear map of the block's input
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor, nn

@@ -18,8 +18,6 @@ into one half-space and the estimate would be biased; the gradient passes throug
 detaches (the shift cancels up to the 1e-4).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -12,8 +12,6 @@ only the squares brings its d² features down to d. Paper and released code diff
 The default is the released form. α = d^-½ and γ = √2 start compact at the exact expansion's terms (inferred).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 out = softmax(q · kᵀ / √d + bias) · v
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -17,8 +17,6 @@ As no token sees another here, XCiT puts a local patch interaction between atten
 Prefix tokens pass it by. Both sources use a synchronised BatchNorm: convert it where training is distributed.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

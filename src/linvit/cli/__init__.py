@@ -6,8 +6,6 @@ timm, matplotlib) inside the function: `linvit --help` imports every verb. `linv
 the progress bar. For a user's mistake raise LinvitError; `main` prints it as one line and exits with 2.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence

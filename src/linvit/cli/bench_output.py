@@ -1,7 +1,5 @@
 """The tables that `linvit bench` prints."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from linvit.comparison.description.request import Request
     from linvit.comparison.description.task import Task
     from linvit.comparison.results import SpeedPoint
-    from linvit.comparison.scheduling.board import Summary
     from linvit.comparison.scheduling.estimate import GridRow
-    from linvit.comparison.scheduling.scheduler import Watch
+    from linvit.comparison.scheduling.scheduler import Summary, Watch
     from linvit.comparison.scheduling.store import Store
     from linvit.comparison.statistics.rows import CandidateRow, Ladder, Setting
 

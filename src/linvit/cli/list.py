@@ -1,7 +1,5 @@
 """`linvit list`: what there is to choose from."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import asdict
 from itertools import groupby

@@ -1,7 +1,5 @@
 """`linvit report`: what a comparison found, as one page."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`linvit show`: pictures of what was measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

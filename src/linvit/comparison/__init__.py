@@ -10,8 +10,7 @@ from linvit.comparison.description.spec import Comparison, Measure
 
 if TYPE_CHECKING:
     from linvit.comparison.reporting import Contents
-    from linvit.comparison.scheduling.board import Summary
-    from linvit.comparison.scheduling.scheduler import Watch
+    from linvit.comparison.scheduling.scheduler import Summary, Watch
 
 __all__ = ["Comparison", "Measure", "compare", "report"]
 PAGE = "report.html"  # the report in a store

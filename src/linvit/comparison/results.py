@@ -13,7 +13,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -55,15 +55,11 @@ class Structure:
 
 @dataclass(frozen=True)
 class Named:
-    """What lies somewhere, by its name and what tells it from others of that name."""
+    """What lies somewhere, by its name and what tells it from others of that name: a set of images, or a teacher from
+    elsewhere, which is a folder that linvit saved or a timm model. That has no digest."""
 
     name: str
     digest: str | None
-
-
-@dataclass(frozen=True)
-class DataSet(Named):
-    """The images that are learnt."""
 
 
 @dataclass(frozen=True)
@@ -74,21 +70,16 @@ class TrainedTeacher:
     identity: TrainingIdentity
 
 
-@dataclass(frozen=True)
-class GivenTeacher(Named):
-    """A teacher from elsewhere: a folder that linvit saved, or a timm model, which has no digest."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingIdentity(Structure):
     """All that determines the result of a run or of a teacher."""
 
     kind: str
     mode: str
-    data: DataSet
+    data: Named
     config: dict[str, Any]
     seed: int
-    teacher: TrainedTeacher | GivenTeacher | None = None
+    teacher: TrainedTeacher | Named | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +132,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class DataFacts(DataSet):
+class DataFacts(Named):
     train: int | None
     validation: int
 
@@ -312,21 +303,17 @@ class Failure(Result):
     attempt: int = 1
 
 
-KINDS: dict[str, type[Run] | type[Speed] | type[Failure]] = {
-    "run": Run,
-    "teacher": Run,
-    "speed": Speed,
-    "failure": Failure,
-}
+AnyResult = Run | Speed | Failure
+KINDS: dict[str, type[AnyResult]] = {"run": Run, "teacher": Run, "speed": Speed, "failure": Failure}
 
 
-def parse_result(content: bytes | str, name: str) -> Run | Speed | Failure:
+def parse_result(content: bytes | str, name: str) -> AnyResult:
     """A result from the text of its file, whose name must begin with its key."""
     found = parse_object(content)
-    kind = found.get("kind")
-    if kind not in KINDS:
+    kind = KINDS.get(str(found.get("kind")))
+    if kind is None:
         raise LinvitError("it is damaged or no result file")
-    result = from_plain(KINDS[kind], found, "the result", ignore=True)
+    result = from_plain(kind, found, "the result", ignore=True)
     if not KEY.fullmatch(result.key) or not name.startswith(result.key):
         raise LinvitError("its name is not its key")
     return result
@@ -334,14 +321,11 @@ def parse_result(content: bytes | str, name: str) -> Run | Speed | Failure:
 
 def parse_object(content: bytes | str) -> dict[str, Any]:
     """A JSON object; NaN and infinity are refused, as other programs do."""
+    strange: list[str] = []
     try:
-        found = json.loads(content, parse_constant=refuse)
+        found = json.loads(content, parse_constant=strange.append)
     except ValueError:
         found = None
-    if not isinstance(found, dict):
+    if strange or not isinstance(found, dict):
         raise LinvitError("it is damaged or no result file")
     return found
-
-
-def refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)

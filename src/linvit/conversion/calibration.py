@@ -1,7 +1,5 @@
 """Images for measuring a model: files from a folder, prepared the way the model wants them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

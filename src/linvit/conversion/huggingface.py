@@ -6,8 +6,6 @@ attention in; only SAM's does not use it. Its relative position is exact in mech
 `drop=("relative_bias",)` elsewhere. Needs `pip install linvit[transformers]`; nothing imports this file without.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

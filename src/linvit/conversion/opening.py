@@ -6,8 +6,6 @@ PyTorch's own files are read with `weights_only=True`, which builds tensors and 
 else.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ read off the model. Either way the model is built once more on the meta device a
 so that a saved model is known to load.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

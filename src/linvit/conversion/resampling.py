@@ -6,8 +6,6 @@ as nearly as can be like the old one answers the patch itself. Resizing the kern
 and blur it. Position tables are interpolated bicubically, with antialiasing. timm has both.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from typing import Any

@@ -4,8 +4,6 @@ The config holds the model's timm name and arguments, and for each converted lay
 needs neither the softmax original nor its weights, and does not probe or choose again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ the layer whose quadratic form brings the outputs back furthest is kept, then th
 does not say how: this is our way.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A family is a timm module, its example the smallest model of it that has attenti
 converted example gives a finite output and finite gradients at two image sizes, the second one larger and not square.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from linvit.conversion import Sensitivity
 from linvit.errors import LinvitError, unknown
-from linvit.measurement.side_by_side import compare_op
+from linvit.measurement.speed import compare_op
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

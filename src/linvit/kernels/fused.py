@@ -6,8 +6,6 @@ attention itself; everybody else calls the operator that `operators.py` makes of
 to be imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec

@@ -5,8 +5,6 @@ the op's learned tensor if it has one, and its options. Beside the output come t
 backward, empty where that computes them again.
 """
 
-from __future__ import annotations
-
 from typing import Any, get_type_hints
 
 import torch

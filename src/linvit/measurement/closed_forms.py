@@ -4,8 +4,6 @@ MixA's theorems 5.1 to 5.3 give orders of growth; the exact constants here are o
 constant in 5.3. The paper's own is kept as `relu_product_variance_as_printed`, to show that it is wrong.
 """
 
-from __future__ import annotations
-
 from math import comb, exp, lgamma, pi, sqrt
 
 import numpy as np

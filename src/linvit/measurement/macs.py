@@ -10,8 +10,6 @@ the same. Two conventions:
             normalises, 4 without an affine map. The Fair Comparison's table counts so, with BatchNorm in training mode.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

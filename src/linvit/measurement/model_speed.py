@@ -7,8 +7,6 @@ are timed by turns, so that whatever happens to the machine meantime happens to 
 model replayed as a CUDA graph: what the host needs to send the work is not in it.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

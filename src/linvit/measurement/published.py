@@ -1,7 +1,5 @@
 """What the papers printed, each cell as it stands there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial

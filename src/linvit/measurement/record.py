@@ -1,7 +1,5 @@
 """What a result file says about where its numbers come from, and how it grows."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """`bench scaling`: is a mechanism that calls itself linear really linear? Time it at N and at 2N tokens on the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable

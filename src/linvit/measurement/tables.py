@@ -1,7 +1,5 @@
 """Our parameters and MACs beside the published ones, cell by cell."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Kronecker identity and its compact approximation. SteLLA's, Castling's and QT's 
 themselves. The 95 % hold for all intervals together (Bonferroni), so one row outside is news and not one in twenty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import log, sqrt

@@ -7,8 +7,6 @@ rows: `fair_pyramid_p4_sa` is the pyramid on patches of four pixels with softmax
 and `fair_column_p16` are the columns, softmax too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

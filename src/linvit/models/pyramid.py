@@ -5,8 +5,6 @@ XCiT's Fourier encoding, added once after the patch embedding; there is no class
 The settings are those of the released code, which the published parameter and FLOP counts confirm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast

@@ -1,8 +1,6 @@
 """The hooks of the training loop, and what only some recipes need: the moving average, MESA, Castling's masks, growing
 drop path, image sizes by turns, BatchNorm measured again."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A name always stands for a whole checkpoint. The last two are kept, and the best
 belongs to another run is refused, and the one before it serves.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Drop path set on a finished model, so that a recipe decides it and not how the model was built."""
 
-from __future__ import annotations
-
 import torch
 from timm.layers import DropPath
 from timm.models.efficientvit_mit import ResidualBlock

@@ -1,7 +1,5 @@
 """What a run writes while it goes: one JSON object a line, always, and TensorBoard's files where it is installed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -2,8 +2,6 @@
 learning rate over the steps, and Muon.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Container, Iterable

@@ -5,8 +5,6 @@ the CPU and NCCL on CUDA. Gradients are averaged by DistributedDataParallel duri
 the rest, which is little, goes through here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext

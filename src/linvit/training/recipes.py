@@ -4,8 +4,6 @@ A paper trains its models differently, so a recipe may look at the model's name.
 `--set field=value`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

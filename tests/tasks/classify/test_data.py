@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from linvit.comparison.description.identity import split_digest
+from linvit.comparison.description.task import split_digest
 from linvit.errors import LinvitError
 from linvit.tasks.classify.data import Images, Stream, check_outputs, open_data, open_images, open_split
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of

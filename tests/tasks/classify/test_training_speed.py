@@ -9,8 +9,11 @@ import timm
 import torch
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify import Augmentation, Preprocessing, Streamed, open_data, streaming, training_speed
+from linvit.tasks.classify import streaming, training_speed
+from linvit.tasks.classify.data import open_data
 from linvit.tasks.classify.fitting import Sets
+from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
+from linvit.tasks.classify.streaming import Streamed
 from linvit.training.config import override
 from linvit.training.recipes import recipe
 

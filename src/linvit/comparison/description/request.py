@@ -1,20 +1,36 @@
-"""From what a user asks for to tasks: a preset, a file, a result to repeat, or what the store was asked before."""
+"""From what a user asks for (a preset, a file, a result to repeat, or what the store was asked before) to the grid of
+tasks, each with an identity and a key of its own.
+
+Runs train a candidate with a seed, speeds time its structure, teachers are trained before those who learn from them.
+Latency does not depend on the seed and wants the device for itself, hence tasks of its own.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from linvit.comparison.description.grid import LeftOut, from_result, in_order, survey
-from linvit.comparison.description.identity import DataDescription, describe_data
-from linvit.comparison.description.spec import PARTS, Comparison, load
-from linvit.comparison.description.task import Task
-from linvit.errors import LinvitError
+import timm
+import torch
 
-PLACES = ("data", "root", "teacher")  # what may lie elsewhere on another machine
+from linvit.attention import list_mechanisms, mechanism_class
+from linvit.codec import from_plain, to_plain
+from linvit.comparison import results
+from linvit.comparison.description.building import build_model, name_of, patch_of, plan_of, read_candidate
+from linvit.comparison.description.spec import ALL, OWN, Comparison, Part, load
+from linvit.comparison.description.task import DataDescription, Task, describe_data, describe_teacher
+from linvit.comparison.results import SOFTMAX, Candidate, Label, Structure, TrainedTeacher
+from linvit.conversion.convert import own_size
+from linvit.conversion.rebuilding import rebuild
+from linvit.errors import LinvitError, unknown
+from linvit.training import Config, override
+from linvit.training import recipe as named_recipe
+
+OWN_SIZES = {"fair": (4, 224), "vit": (16, 224)}  # patch and image size unless told
+PLACES = {"data", "root", "teacher"}  # what may lie elsewhere on another machine
 
 
 @dataclass
@@ -37,7 +53,12 @@ def read_request(
     request = Request(comparisons=comparisons_of(source, changes, asked))
     found: dict[str, Task] = {}
     for comparison in request.comparisons:
-        facts = describe(comparison, guess)
+        try:
+            facts = describe_data(comparison.data, comparison.root)
+        except LinvitError:
+            if not guess:
+                raise
+            facts = DataDescription(comparison.data, None, classes=1000, train=None, validation=None)
         request.data[facts.digest] = facts
         tasks, left_out = survey(comparison, facts)
         found = {**{task.key: task for task in tasks}, **found}
@@ -47,32 +68,20 @@ def read_request(
 
 
 def comparisons_of(source: str | Comparison, changes: dict[str, Any], asked: Sequence[Comparison]) -> list[Comparison]:
-    """The named comparison; without a name, what the store was asked, else one made of the flags alone."""
+    """The named comparison, with what the command line says in all its parts; settings add to those of the file.
+    Without a name, what the store was asked, else one made of the flags alone."""
     if source:
-        return [changed(source if isinstance(source, Comparison) else load(source), changes)]
-    if asked and not changes.keys() - set(PLACES):
+        comparison = source if isinstance(source, Comparison) else load(source)
+        told = {name for name in changes if name in {f.name for f in fields(Part)}} - {"settings"}
+        nothing: dict[str, Any] = dict.fromkeys(told)
+        also = tuple(replace(part, **nothing) for part in comparison.also)
+        settings = (*comparison.settings, *changes.get("settings", ()))
+        return [replace(comparison, **{**changes, "settings": settings, "also": also})]
+    if asked and changes.keys() <= PLACES:
         return [replace(comparison, **changes) for comparison in asked]
     if not changes:
         raise LinvitError("say what to compare: a preset (linvit compare digits -o STORE), a file, or flags")
     return [Comparison(**changes)]
-
-
-def changed(comparison: Comparison, changes: dict[str, Any]) -> Comparison:
-    """The comparison with what the command line says, in all its parts. Settings add to those of the file."""
-    settings = (*comparison.settings, *changes.get("settings", ()))
-    told = [name for name in PARTS if name in changes and name != "settings"]
-    nothing: dict[str, Any] = dict.fromkeys(told)
-    also = tuple(replace(part, **nothing) for part in comparison.also)
-    return replace(comparison, **{**changes, "settings": settings, "also": also})
-
-
-def describe(comparison: Comparison, guess: bool) -> DataDescription:
-    try:
-        return describe_data(comparison.data, comparison.root)
-    except LinvitError:
-        if not guess:
-            raise
-        return DataDescription(comparison.data, None, classes=1000, train=None, validation=None)
 
 
 def repeat(path: Path, changes: dict[str, Any]) -> Request:
@@ -81,19 +90,15 @@ def repeat(path: Path, changes: dict[str, Any]) -> Request:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LinvitError(f"cannot read {path}: {error}") from None
-    beyond = sorted(changes.keys() - set(PLACES))
-    if beyond:
+    if beyond := sorted(changes.keys() - PLACES):
         raise LinvitError(f"{path.name} says what is repeated: {', '.join(beyond)} cannot be changed")
-    identity = result.get("identity") if isinstance(result, dict) else None
-    if not isinstance(identity, dict):
-        raise LinvitError(f"{path} is no result file of a comparison")
-    name = (identity.get("data") or {}).get("name", "digits")
-    tasks = from_result(result, {"data": name, **changes})
-    if identity.get("kind") == "speed":
+    tasks = from_result(result, changes, str(path))
+    if tasks[-1].kind == "speed":
         return Request(tasks)
-    facts = describe_data(changes.get("data", name), changes.get("root", ""))
-    if facts.digest != identity["data"]["digest"]:
-        raise LinvitError(f"{facts.name} is not the set of {path.name}: give --data {name}, the same one")
+    wanted, places = tasks[-1].training.data, tasks[-1].places
+    facts = describe_data(places["data"], places.get("root", ""))
+    if facts.digest != wanted.digest:
+        raise LinvitError(f"{facts.name} is not the set of {path.name}: give --data {wanted.name}, the same one")
     return Request(tasks, data={facts.digest: facts})
 
 
@@ -107,3 +112,192 @@ def pick(tasks: Sequence[Task], keys: Sequence[str]) -> list[Task]:
     chosen = [task for task in tasks if task.key.startswith(tuple(keys))]
     needed = {key for task in chosen for key in task.needs}
     return [task for task in tasks if task in chosen or task.key in needed]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A mechanism that `all` does not take, and why."""
+
+    candidate: str
+    patch: int | None
+    size: int
+    reason: str
+
+
+def survey(comparison: Comparison, data: DataDescription | None = None) -> tuple[list[Task], list[LeftOut]]:
+    """All tasks: teachers, then runs with a candidate's seeds in a row, then speeds; and what `all` left out. `data` is
+    what `describe_data` says, where it is known already."""
+    data = data or describe_data(comparison.data, comparison.root)
+    found: dict[str, Task] = {}
+    left_out: dict[LeftOut, None] = {}
+    for part in comparison.parts():
+        for task in Expansion(part, data, left_out).tasks():
+            found.setdefault(task.key, task)
+    if not found:
+        raise LinvitError(f"nothing fits {comparison.architecture['model']}: {next(iter(left_out)).reason}")
+    return in_order(found.values()), list(left_out)
+
+
+def in_order(tasks: Iterable[Task]) -> list[Task]:
+    """Teachers, runs, speeds; else as they come."""
+    return sorted(tasks, key=lambda task: ("teacher", "run", "speed").index(task.kind))
+
+
+class Expansion:
+    """One part of a comparison on its way to tasks."""
+
+    def __init__(self, part: Comparison, data: DataDescription, left_out: dict[LeftOut, None]) -> None:
+        self.part, self.data, self.left_out = part, data, left_out
+        self.places = {"data": part.data, **({"root": part.root} if part.root else {})}
+        self.teacher: results.Named | TrainedTeacher | None = None
+        self.classes = data.classes
+        self.own_patch: int | None = None
+        self.architecture, self.own_size = self.read_architecture()
+        self.model_name: str = self.architecture["model"]
+        self.config = override(named_recipe(part.recipe_name, self.model_name), part.settings)
+        if part.mode == "scratch" and self.config.needs_teacher:
+            raise LinvitError(f'recipe {part.recipe_name} learns from a teacher: set mode = "distil" or another recipe')
+        if part.mode == "distil" and not self.config.needs_teacher:
+            raise LinvitError(f"recipe {part.recipe_name} does not distil: use fast or mixa, or set distillation=soft")
+
+    def read_architecture(self) -> tuple[dict[str, Any], int]:
+        """What every candidate is built from, and its own image size. A given teacher brings it along."""
+        args, size = dict(self.part.architecture), None
+        if self.part.teacher:
+            self.teacher, config = describe_teacher(self.part.teacher)
+            self.places["teacher"] = self.part.teacher
+            args = {"model": self.part.teacher}
+            if config is not None:
+                args = {"model": config.model, **config.args}
+                size = config.preprocessing.get("input_size", (None,))[-1]
+        name = args.pop("model")
+        if name in OWN:
+            self.own_patch, size = OWN_SIZES[name]
+            return to_plain({"model": name, **OWN[name], **args}), size
+        if not timm.is_model(name):
+            raise unknown("model", name, {*OWN, *timm.list_models()})
+        if not self.part.teacher:
+            args.setdefault("num_classes", self.data.classes)
+        with torch.device("meta"):
+            model: Any = rebuild(name, args)
+        self.own_patch, self.classes = patch_of(model), model.num_classes
+        args.pop("num_classes", None)
+        return to_plain({"model": name, **args}), size or own_size(model)[0]
+
+    def tasks(self) -> Iterator[Task]:
+        named: dict[str, Candidate] = {}
+        for candidate in (read_candidate(text) for text in self.part.plans if text.strip() != ALL):
+            named.setdefault(name_of(candidate), candidate)
+        everything = any(text.strip() == ALL for text in self.part.plans)
+        for patch in self.part.patch_sizes or (self.own_patch if self.model_name in OWN else None,):
+            for size in self.part.size or (self.own_size,):
+                softmax = Structure(
+                    architecture=self.architecture, classes=self.classes, candidate=SOFTMAX, patch_size=patch, size=size
+                )
+                yield from self.teachers(softmax)
+                wanted = [replace(softmax, candidate=candidate) for candidate in named.values()]
+                for structure in wanted:
+                    reason = try_candidate(structure)
+                    if reason is not None:
+                        raise LinvitError(f"{name_of(structure.candidate)} does not fit {self.model_name}: {reason}")
+                for structure in [*wanted, *(self.others(softmax, wanted) if everything else ())]:
+                    for seed in self.part.seeds:
+                        yield self.training("run", self.part.mode, structure, replace(self.config, seed=seed))
+                    yield from self.speeds(structure)
+
+    def teachers(self, softmax: Structure) -> Iterator[Task]:
+        """The softmax model that the candidates learn from, where none is given."""
+        if self.part.mode == "scratch" or self.part.teacher:
+            return
+        config = override(named_recipe(self.part.teacher_recipe, self.model_name), self.part.teacher_settings)
+        if config.needs_teacher:
+            raise LinvitError(f"teacher_recipe {self.part.teacher_recipe} learns from a teacher itself: use deit")
+        self.teacher = None
+        task = self.training("teacher", "scratch", softmax, config)
+        self.teacher = TrainedTeacher(task.key, task.training)
+        yield task
+
+    def others(self, softmax: Structure, wanted: list[Structure]) -> Iterator[Structure]:
+        """Every mechanism that fits and is not named."""
+        for name in sorted(list_mechanisms(), key=lambda name: (name != "softmax", name)):
+            structure = replace(softmax, candidate=read_candidate(name))
+            if structure in wanted:
+                continue
+            if self.config.random_sizes and not mechanism_class(name).capabilities.any_tokens and not self.part.size:
+                reason: str | None = "its number of tokens is fixed, and the recipe trains at several sizes"
+            else:
+                reason = try_candidate(structure)
+            if reason is None:
+                yield structure
+            else:
+                patch = softmax.patch_size or self.own_patch
+                self.left_out[LeftOut(name, patch, softmax.size, reason)] = None
+
+    def training(self, kind: str, mode: str, structure: Structure, config: Config) -> Task:
+        """A task that trains by this recipe, at the grid's image size and no other."""
+        identity = results.TrainingIdentity(
+            **vars(structure),
+            kind=kind,
+            mode=mode,
+            data=results.Named(self.data.name, self.data.digest),
+            config=to_plain(replace(config, size=structure.size, random_sizes=())),
+            seed=config.seed,
+            teacher=self.teacher,
+        )
+        return Task(identity, label_of(structure, mode, config.seed, self.own_patch), self.places)
+
+    def speeds(self, structure: Structure) -> Iterator[Task]:
+        """The candidate's timing, where there is one."""
+        how = dict(vars(self.part.measure))
+        ladder = how.pop("size")
+        if ladder is None:
+            ladder = (structure.size, 2 * structure.size, 4 * structure.size)
+        if ladder:
+            identity = results.SpeedIdentity(**vars(structure), ladder=ladder, **how)
+            yield Task(identity, label_of(structure, self.part.mode, None, self.own_patch), self.places)
+
+
+def label_of(structure: Structure, mode: str, seed: int | None, own_patch: int | None = None) -> Label:
+    """What people call a structure; the paper is that of the candidate's main mechanism."""
+    candidate = structure.candidate
+    main = plan_of(candidate).default
+    return Label(
+        candidate=name_of(candidate),
+        mechanism=candidate.name,
+        paper=mechanism_class(main.mechanism).paper if main is not None else "",
+        patch=structure.patch_size or own_patch,
+        size=structure.size,
+        mode=mode,
+        seed=seed,
+    )
+
+
+def try_candidate(structure: Structure) -> str | None:
+    """Why this model cannot be built or called, in one line; None if it can. Nothing is computed for it."""
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            build_model(structure).eval()(torch.empty(1, 3, structure.size, structure.size))
+    except (LinvitError, RuntimeError, AssertionError, ValueError, TypeError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
+def from_result(result: Any, places: dict[str, str], source: str = "this") -> list[Task]:
+    """The task that a result file tells of, after its teacher's where that is a run too. The set's place is its name,
+    unless `places` has another."""
+    try:
+        speed = result["identity"]["kind"] == "speed"
+        kind: type[results.Identity] = results.SpeedIdentity if speed else results.TrainingIdentity
+        identity = from_plain(kind, result["identity"], "the identity")
+        label = from_plain(Label, result["label"], "the label", ignore=True)
+    except (KeyError, TypeError):
+        raise LinvitError(f"{source} is no result file of a comparison") from None
+    plan_of(identity.candidate)
+    if isinstance(identity, results.SpeedIdentity):
+        return [Task(identity, label, {"data": "digits", **places})]
+    places = {"data": identity.data.name, **places}
+    tasks = [Task(identity, label, places)]
+    if isinstance(identity.teacher, TrainedTeacher):
+        taught = identity.teacher.identity
+        tasks.insert(0, Task(taught, label_of(taught, "scratch", taught.seed), places))
+    return tasks

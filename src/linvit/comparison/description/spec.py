@@ -6,13 +6,13 @@
     [architecture]
     model = "fair"
 
-`docs/comparison.md` has every field. Nothing is built or opened here; `grid.expand` does that.
+`docs/comparison.md` has every field. Nothing is built or opened here; `request.survey` does that.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -22,6 +22,7 @@ from linvit.codec import from_plain, to_plain
 from linvit.comparison.results import SPARSE
 from linvit.errors import LinvitError, unknown
 
+ALL = "all"  # among the plans: every mechanism that fits
 MODES = ("scratch", "distil")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("cpu", "cuda")
@@ -30,7 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fair": {"width": 96, "depths": (2, 2, 6, 2), "heads": (3, 6, 12, 24), "mlp_ratio": 4},
     "vit": {"width": 192, "depth": 12, "heads": 3, "mlp_ratio": 4, "class_token": True},
 }
-PARTS = ("plans", "seeds", "patch_sizes", "size", "settings")  # what [[also]] may say
+PRESETS = resources.files(__package__) / "presets"
 EARLIER = {"candidates": "plans", "sizes": "size"}  # what fields were called when older stores were asked
 
 
@@ -49,9 +50,8 @@ class Measure:
     def __post_init__(self) -> None:
         check_numbers("measure.size", self.size or ())
         check_numbers("measure.batch", (self.batch,))
-        check_choice("precision", self.precision, PRECISIONS)
-        for device in self.devices:
-            check_choice("device", device, DEVICES)
+        check_choices("precision", (self.precision,), PRECISIONS)
+        check_choices("device", self.devices, DEVICES)
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,12 @@ class Comparison:
     also: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
-        check_choice("mode", self.mode, MODES)
-        if not isinstance(self.architecture.get("model"), str):
+        check_choices("mode", (self.mode,), MODES)
+        model = self.architecture.get("model")
+        if not isinstance(model, str):
             raise LinvitError('the architecture needs a model: "fair", "vit" or the name of a timm model')
-        own = OWN.get(self.architecture["model"])
-        for key in self.architecture.keys() - {"model"} if own else ():
-            if key not in cast(dict[str, Any], own):
-                raise unknown(f"setting of architecture {self.architecture['model']}", key, cast(dict[str, Any], own))
+        if model in OWN:
+            check_choices(f"setting of architecture {model}", self.architecture.keys() - {"model"}, OWN[model])
         if self.teacher and self.mode != "distil":
             raise LinvitError('a teacher is for mode = "distil" (--mode distil)')
         for part in self.parts():
@@ -112,9 +111,8 @@ class Comparison:
         """The grid's parts as comparisons of their own, the main one first."""
         found = [replace(self, also=())] if self.also else [self]
         for part in self.also:
-            given = {name: getattr(part, name) for name in PARTS if name != "settings"}
-            chosen = {name: value for name, value in given.items() if value is not None}
-            found.append(replace(self, also=(), settings=(*self.settings, *part.settings), **chosen))
+            chosen = {name: value for name, value in vars(part).items() if value is not None}
+            found.append(replace(self, **{**chosen, "also": (), "settings": (*self.settings, *part.settings)}))
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,9 +131,10 @@ def renamed(data: Any) -> Any:
     return [renamed(item) for item in data] if isinstance(data, list) else data
 
 
-def check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise unknown(what, value, known)
+def check_choices(what: str, values: Iterable[str], known: Collection[str]) -> None:
+    for value in values:
+        if value not in known:
+            raise unknown(what, value, known)
 
 
 def check_numbers(name: str, values: tuple[int, ...], least: int = 1) -> None:
@@ -145,29 +144,23 @@ def check_numbers(name: str, values: tuple[int, ...], least: int = 1) -> None:
 
 def presets() -> list[str]:
     """The names of the comparisons that come with linvit."""
-    folder = resources.files(__package__) / "presets"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return sorted(entry.name.removesuffix(".toml") for entry in PRESETS.iterdir() if entry.name.endswith(".toml"))
 
 
 def preset_text(name: str) -> str:
     """A preset's file, to copy and change."""
-    if name not in presets():
-        raise unknown("preset", name, presets())
-    return (resources.files(__package__) / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+    check_choices("preset", (name,), presets())
+    return (PRESETS / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def load(source: str | Path) -> Comparison:
     """The comparison in a TOML file, or the preset of this name."""
     path = Path(source)
-    if path.suffix == ".toml" or path.is_file():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise LinvitError(f"cannot read {path}: {error}") from None
-    else:
-        text = preset_text(str(source))
+    file = path.suffix == ".toml" or path.is_file()
     try:
-        data = tomllib.loads(text)
+        data = tomllib.loads(path.read_text(encoding="utf-8") if file else preset_text(str(source)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise LinvitError(f"cannot read {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise LinvitError(f"{source} is no TOML file: {error}") from None
     return Comparison.from_dict(data)

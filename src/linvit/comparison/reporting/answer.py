@@ -6,8 +6,6 @@ softmax; of those within five percent of the fastest, which a clock hardly tells
 itself a candidate. Whether the seeds can tell the pick's accuracy from softmax's is said beside it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

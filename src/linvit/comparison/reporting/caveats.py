@@ -1,7 +1,5 @@
 """How it was measured, and what to hold against it: sentences that something in the files calls for."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

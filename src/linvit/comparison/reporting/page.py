@@ -4,8 +4,6 @@ Everything that comes from a file goes through `escape`, or as JSON into a scrip
 makes elements from it and sets their text. The page's own policy lets no other script run.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What the page's script draws from: plain JSON, each environment and config once."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any

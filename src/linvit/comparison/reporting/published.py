@@ -4,8 +4,6 @@ Two things are comparable between a paper's ImageNet and our data: how a mechani
 replaces softmax in (a difference, not a level), and in which order the mechanisms of the Fair Comparison come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise

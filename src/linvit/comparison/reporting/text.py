@@ -1,7 +1,5 @@
 """The report as text: Markdown for a page of documentation, and CSV, with a line for each run and timing."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -5,9 +5,6 @@ device gets through is taken from runs that are finished on it, else from a few 
 is a guess: mechanisms differ in how well they use a device, and compiled training is faster than these steps.
 """
 
-from __future__ import annotations
-
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -15,15 +12,15 @@ from statistics import median
 import torch
 
 from linvit.comparison.description.building import build_model
-from linvit.comparison.description.identity import DataDescription
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.task import DataDescription, Task
 from linvit.comparison.results import SOFTMAX, ModelFacts, Run, Structure, TrainingIdentity
 from linvit.comparison.scheduling.execution.running import facts, fixed_threads, threads
-from linvit.comparison.scheduling.execution.sharing import identity_of
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
+from linvit.measurement.clock import by_turns
+from linvit.measurement.model_speed import training_call
 from linvit.measurement.record import hardware
-from linvit.training.config import Config
+from linvit.training import Config
 
 Sets = dict[str | None, DataDescription]  # by digest
 BUDGET = 4.0  # seconds for the steps
@@ -65,7 +62,7 @@ def estimate(tasks: Sequence[Task], store: Store | None, data: Sets, device: str
         how = f"how long is not known without the data ({unknown})" if rows else "there is nothing to train"
         return Guess(tuple(rows), None, how)
     speed, how = speed_of(rows, store, data, device)
-    work = [sum(work_of(row.model.macs, identity_of(task), data) for task in row.left) for row in rows]
+    work = [sum(work_of(row.model.macs, task.training, data) for task in row.left) for row in rows]
     timed = tuple(replace(row, seconds=macs / speed) for row, macs in zip(rows, work, strict=True))
     return Guess(timed, sum(work) / speed, how)
 
@@ -96,39 +93,24 @@ def speed_of(rows: Sequence[GridRow], store: Store | None, data: Sets, device: s
     ]
     if speeds:
         return median(speeds), f"from {len(speeds)} finished runs on {chip}"
-    found = calibrate(identity_of(rows[0].tasks[0]), device)
+    found = calibrate(rows[0].tasks[0].training, device)
     return found, f"from a few training steps of softmax on {chip}, not compiled; MACs decide the rest"
 
 
 def calibrate(identity: TrainingIdentity, device: str) -> float:
     """MACs a second in training steps of the softmax model."""
     config, softmax = Config.from_dict(identity.config), replace(identity, candidate=SOFTMAX)
-    macs = count(softmax).macs
-    model = build_model(softmax).to(device).train()
+    macs, where = count(softmax).macs, torch.device(device)
+    model = build_model(softmax).to(where)
     batch = max(1, min(config.batch_size, int(STEP / macs))) if device == "cpu" else config.batch_size
     while True:
         try:
-            with fixed_threads(torch.device(device), threads(macs * config.batch_size)):
-                return 3 * macs * batch / step_seconds(model, batch, identity.size, config, device)
+            with fixed_threads(where, threads(macs * config.batch_size)):
+                images = torch.randn(batch, 3, identity.size, identity.size, device=where)
+                step = training_call(model, images, config.precision)
+                step()  # warms up
+                return 3 * macs * batch / (by_turns([step], where, latency=True, budget=BUDGET)[0].median / 1e3)
         except torch.OutOfMemoryError:
             if batch == 1:
                 raise LinvitError(f"not even one image of {identity.size} pixels can be trained here") from None
             batch //= 2
-
-
-def step_seconds(model: torch.nn.Module, batch: int, size: int, config: Config, device: str) -> float:
-    """The time of a step without the first one, which warms up."""
-    images = torch.randn(batch, 3, size, size, device=device)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, torch.float32)
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < 2 or (time.perf_counter() - began < BUDGET and len(times) < 20):
-        start = time.perf_counter()
-        with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
-            loss = model(images).float().square().mean()
-        loss.backward()
-        model.zero_grad()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return median(times[1:])

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from linvit.comparison.description.task import Task
-from linvit.comparison.scheduling.board import Board, Summary
-from linvit.comparison.scheduling.claims import Claim, ClaimLost
 from linvit.comparison.scheduling.places.place import Place, Record, TimingSlot
-from linvit.comparison.scheduling.store import Store
+from linvit.comparison.scheduling.store import Claim, ClaimLost, Store, hardware_for
 from linvit.errors import LinvitError
 
 Watch = Callable[[Task, Record], None]
+Hardware = Callable[[Task], list[str]]
 POLL = 2.0  # seconds between two looks at what others work on
 TRIES = 3  # of a task whose worker dies
 
@@ -38,6 +37,74 @@ def run(tasks: Sequence[Task], store: Store, place: Place, *, watch: Watch, retr
         board = Board(tasks, store, retry=retry, hardware=place.hardware)
         Scheduler(board, place, watch).run()
         return board.summary()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How the tasks stand at the end: keys of those finished here, finished before or elsewhere, failed, and missing
+    because what they need failed."""
+
+    done: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return not self.failed and not self.missing
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is something to report."""
+        return bool(self.done or self.earlier or self.failed)
+
+
+class Board:
+    """The tasks of one command, and how each stands by what the store holds. A task that failed before is left alone
+    unless `retry`. A speed is finished when it is there for each kind of `hardware` that is to time it, of this machine
+    unless told."""
+
+    def __init__(
+        self, tasks: Iterable[Task], store: Store, *, retry: bool = False, hardware: Hardware | None = None
+    ) -> None:
+        self.tasks, self.store, self.hardware = list(tasks), store, hardware or (lambda task: [hardware_for(task)])
+        self.by_key = {task.key: task for task in self.tasks}
+        self.seen: set[tuple[str, str]] = set()
+        self.earlier = {task.key for task in self.tasks if self.finished(task)}
+        self.forgiven = {task.key: len(store.failures(task.key)) if retry else 0 for task in self.tasks}
+
+    def finished(self, task: Task) -> bool:
+        return all(self.there(task, kind) for kind in (self.hardware(task) if task.kind == "speed" else [""]))
+
+    def there(self, task: Task, hardware: str) -> bool:
+        """Whether one result file is there, which it then stays."""
+        if (task.key, hardware) not in self.seen and self.store.finished(task, hardware):
+            self.seen.add((task.key, hardware))
+        return (task.key, hardware) in self.seen
+
+    def failed(self, task: Task) -> bool:
+        return not self.finished(task) and len(self.store.failures(task.key)) > self.forgiven[task.key]
+
+    def blocked(self, task: Task) -> str | None:
+        """Whether a task lacks what it needs: for good ("failed"), or for now ("waiting")."""
+        for key in task.needs:
+            other = self.by_key.get(key)
+            if (other is None and not self.store.trained(key)) or (other is not None and self.failed(other)):
+                return "failed"
+            if other is not None and not self.finished(other):
+                return "waiting"
+        return None
+
+    def open(self) -> list[Task]:
+        """What is left to do, or to wait for."""
+        return [t for t in self.tasks if not self.finished(t) and not self.failed(t) and self.blocked(t) != "failed"]
+
+    def summary(self) -> Summary:
+        groups: dict[str, list[str]] = {"done": [], "earlier": [], "failed": [], "missing": []}
+        for key, task in self.by_key.items():
+            ended = "done" if self.finished(task) else "failed" if self.failed(task) else "missing"
+            groups["earlier" if key in self.earlier else ended].append(key)
+        return Summary(**{name: tuple(keys) for name, keys in groups.items()})
 
 
 @dataclass(eq=False)
@@ -102,32 +169,30 @@ class Scheduler:
     def fill(self) -> bool:
         """Send as much as the place takes; whether anything is left to do or to wait for."""
         runs = [task for task in self.board.open() if task.kind != "speed" and task.key not in self.ended]
-        timing = any(hand.slot and hand.busy for hand in self.hands)
-        if not timing:
+        if not any(hand.slot and hand.busy for hand in self.hands):
             self.fill_with_runs([task for task in runs if task.key not in self.flying])
             self.dismiss_idle(of_runs=True)
         speeds = self.speeds()
         if not any(hand.slot is None for hand in self.hands) and all(self.store.claimed(task) for task in runs):
-            self.fill_with_speeds(speeds)
+            for slot in dict.fromkeys(slot for slot, _ in speeds):
+                hand = next((hand for hand in self.hands if hand.slot == slot), None)
+                if hand is None or not hand.busy:
+                    any(self.send(task, hand, slot) for other, task in speeds if other == slot)
         self.dismiss_idle()
         return bool(runs or speeds)
 
     def fill_with_runs(self, runs: list[Task]) -> None:
+        """Give each free hand, also new ones, the run that suits it best: of the candidate it did before, else of one
+        that no other hand does. What turns out to be another's is no longer ready."""
         ready = [task for task in runs if self.board.blocked(task) is None]
         hands: list[Hand | None] = [hand for hand in self.hands if hand.slot is None and not hand.busy]
         hands += [None] * (self.place.capacity() - sum(hand.slot is None for hand in self.hands) if ready else 0)
         for hand in hands:
-            self.send_best(ready, hand)
-
-    def send_best(self, ready: list[Task], hand: Hand | None) -> None:
-        """Give a hand, perhaps a new one, the run that suits it best: of the candidate it did before, else of one that
-        no other hand does. What turns out to be another's is no longer ready."""
-        others = {other.affinity for other in self.hands}
-        mine = hand.affinity if hand else ""
-        for task in sorted(ready, key=lambda task: (task.affinity != mine, task.affinity in others)):
-            ready.remove(task)
-            if self.send(task, hand, None):
-                return
+            others, mine = {other.affinity for other in self.hands}, hand.affinity if hand else ""
+            for task in sorted(ready, key=lambda task: (task.affinity != mine, task.affinity in others)):
+                ready.remove(task)
+                if self.send(task, hand, None):
+                    break
 
     def speeds(self) -> list[tuple[TimingSlot, Task]]:
         """What is still to be timed, and where: every candidate once on each kind of hardware."""
@@ -139,12 +204,6 @@ class Scheduler:
             if not self.board.there(task, slot.hardware(task))
             and self.store.claim_path(task, slot.hardware(task)).name not in self.ended
         ]
-
-    def fill_with_speeds(self, speeds: list[tuple[TimingSlot, Task]]) -> None:
-        for slot in dict.fromkeys(slot for slot, _ in speeds):
-            hand = next((hand for hand in self.hands if hand.slot == slot), None)
-            if hand is None or not hand.busy:
-                any(self.send(task, hand, slot) for other, task in speeds if other == slot)
 
     def dismiss_idle(self, of_runs: bool = False) -> None:
         for hand in [hand for hand in self.hands if not hand.busy and (hand.slot is None or not of_runs)]:
@@ -169,22 +228,19 @@ class Scheduler:
         return True
 
     def hear(self, name: str, record: Record) -> None:
-        """What a worker says of its task: how it goes, or how it ended."""
+        """What a worker says of its task: how it goes, or how it ended. That is written down, and only then is the task
+        let go."""
         flight = self.flying.get(name)
         if flight is None:  # it was given up meanwhile
             return
         flight.claim.check()
-        if record["kind"] in ENDS:
-            self.settle(flight, record)
-        else:
+        if record["kind"] not in ENDS:
             self.stillborn = 0
             self.watch(flight.task, record)
-
-    def settle(self, flight: Flight, record: Record) -> None:
-        """Write down what came of a task, and only then let go of it."""
+            return
         ENDS[record["kind"]](self, flight, record)
         self.settled += 1
-        del self.flying[flight.name]
+        del self.flying[name]
         flight.claim.release()
         flight.hand.busy = False
         if record.get("spoilt"):
@@ -228,8 +284,4 @@ class Scheduler:
         self.place.dismiss(hand.worker, kill=kill)
 
 
-ENDS: dict[str, Callable[[Scheduler, Flight, Record], None]] = {
-    "result": Scheduler.keep,
-    "failure": Scheduler.fail,
-    "lost": Scheduler.lose,
-}
+ENDS = {"result": Scheduler.keep, "failure": Scheduler.fail, "lost": Scheduler.lose}

@@ -11,15 +11,31 @@
 
 Result files are created whole: a reader never meets half a file, and of two writers the first one's stays. A file that
 is damaged or not ours is left alone and noted in `notes`.
+
+Who works on what is told by claims: a claim is a small file that one process holds and keeps fresh.
+
+A claim is linked into place, so of two processes one gets it. It is touched every 15 seconds. When its process is
+dead (same machine), or it was not touched for two minutes (another machine), somebody else may take it over. Taking
+over and giving back happen under a file lock, which the system releases when a process dies.
+
+On a network file system: `link` and `flock` are needed, which NFSv4 has. Ages are told by the file server's
+clock alone, so clocks of the machines may differ. Attributes may be cached for a minute, hence the two minutes. Where
+there are no locks, two processes may take over the same stale claim; then both work, and one result is kept.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import socket
+import tempfile
+import threading
 import traceback
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,13 +46,15 @@ import torch
 from linvit.codec import digest, to_plain
 from linvit.comparison.description.spec import Comparison, renamed
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import Environment, Failure, Run, Speed, SpeedIdentity, parse_result
-from linvit.comparison.scheduling.claims import BEAT, STALE, Claim, abandoned, take
+from linvit.comparison.results import AnyResult, Environment, Failure, Run, Speed, SpeedIdentity, parse_result
 from linvit.errors import LinvitError
-from linvit.files import create, read_json, to_json, write_json
+from linvit.files import create, locked, read_json, to_json, write_json
 from linvit.measurement.record import PACKAGE, environment, hardware
 
-FOLDERS = {"run": "runs", "teacher": "runs", "speed": "speeds", "failure": "failures"}
+BEAT = 15.0  # seconds between two touches
+STALE = 120.0  # seconds without a touch after which a claim is anybody's
+LOCK = ".lock"  # beside the claims
+FOLDERS = ("runs", "speeds", "failures")  # of results
 
 
 class Store:
@@ -54,11 +72,13 @@ class Store:
     def path(self, task: Task, hardware: str | None = None) -> Path:
         """Where a task's result belongs."""
         if task.kind == "speed":
-            return self.folder / "speeds" / f"{task.key}-{slug(hardware or hardware_for(task))}.json"
-        return self.run_path(task.key)
+            slug = re.sub(r"[^a-z0-9]+", "-", (hardware or hardware_for(task)).lower()).strip("-")
+            return self.folder / "speeds" / f"{task.key}-{slug}.json"
+        return self.folder / "runs" / f"{task.key}.json"
 
-    def run_path(self, key: str) -> Path:
-        return self.folder / "runs" / f"{key}.json"
+    def trained(self, key: str) -> bool:
+        """Whether the run or teacher of this key is finished."""
+        return self.read(self.folder / "runs" / f"{key}.json") is not None
 
     def finished(self, task: Task, hardware: str | None = None) -> bool:
         """Whether the result is there; of speeds that of this machine, or of the hardware named."""
@@ -68,23 +88,14 @@ class Store:
         found = self.read(self.path(task))
         return None if isinstance(found, Failure) else found
 
-    def results(self) -> Iterator[Run | Speed | Failure]:
+    def results(self) -> Iterator[AnyResult]:
         """All that is there, folder by folder in the order of names."""
-        for folder in dict.fromkeys(FOLDERS.values()):
-            for path in sorted((self.folder / folder).glob("*.json")):
-                found = self.read(path)
-                if found is not None:
-                    yield found
-
-    def runs(self) -> list[Run]:
-        return [result for result in self.results() if isinstance(result, Run) and result.kind == "run"]
-
-    def speeds(self) -> list[Speed]:
-        return [result for result in self.results() if isinstance(result, Speed)]
+        paths = (path for folder in FOLDERS for path in sorted((self.folder / folder).glob("*.json")))
+        yield from (found for found in map(self.read, paths) if found is not None)
 
     def failures(self, key: str = "") -> list[Failure]:
         """What went wrong, with one task or with any, oldest first."""
-        read = (self.read(path) for path in (self.folder / "failures").glob(f"{key}*.json"))
+        read = map(self.read, (self.folder / "failures").glob(f"{key}*.json"))
         found = [failure for failure in read if isinstance(failure, Failure)]
         return sorted(found, key=lambda failure: (failure.attempt, failure.environment.time))
 
@@ -100,15 +111,15 @@ class Store:
         ordered = [comparison for *_, comparison in sorted(found, key=lambda row: row[:2])]
         return [comparison for i, comparison in enumerate(ordered) if comparison not in ordered[:i]]
 
-    def read(self, path: Path) -> Run | Speed | Failure | None:
+    def read(self, path: Path) -> AnyResult | None:
         """A result file, or None where there is none; one that is damaged or not ours is noted."""
         try:
             return parse_result(path.read_bytes(), path.name)
         except FileNotFoundError:
-            return None
+            pass
         except (LinvitError, OSError) as error:
             self.note(f"{path} was left aside: {error}")
-            return None
+        return None
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -154,18 +165,14 @@ class Store:
         shutil.rmtree(self.work_folder(task.key), ignore_errors=True)
         return written
 
-    def failure(self, task: Task, error: BaseException | str, *, device: str | None = None) -> Failure:
+    def failure(self, task: Task, error: BaseException | str) -> Failure:
         """The record of what went wrong with a task on this machine, to be added by `add_failure`."""
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        where = Environment(**environment("cuda" if torch.cuda.is_available() else "cpu"))
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = "" if isinstance(error, LinvitError | str) else f"{type(error).__name__}: "
         trace = "".join(traceback.format_exception(error)) if isinstance(error, BaseException) else ""
-        return Failure(
-            **head_of(task, "failure"),
-            error=self.portable(kind + lines[0]),
-            traceback=self.portable(trace),
-            environment=Environment(**environment(device)),
-        )
+        said, trace = self.portable(kind + lines[0]), self.portable(trace)
+        return Failure(**head_of(task, "failure"), error=said, traceback=trace, environment=where)
 
     def add_failure(self, failure: Failure) -> Failure:
         failure = replace(failure, attempt=len(self.failures(failure.key)) + 1)
@@ -175,8 +182,7 @@ class Store:
 
     def portable(self, text: str) -> str:
         """Text without the folders of this machine, which mean nothing where the store may travel to."""
-        packages = PACKAGE.parent, Path(torch.__file__).parents[1]
-        for folder in (self.folder.resolve(), self.folder, *packages):
+        for folder in (self.folder.resolve(), self.folder, PACKAGE.parent, Path(torch.__file__).parents[1]):
             text = re.sub(rf"(?<![\w./-]){re.escape(f'{folder}{os.sep}')}", "", text)  # whole paths, not ends of others
         return text
 
@@ -189,14 +195,8 @@ class Store:
 
 def head_of(task: Task, kind: str) -> dict[str, Any]:
     """What every result of a task begins with."""
-    return {
-        "kind": kind,
-        "key": task.key,
-        "candidate_key": task.candidate_key,
-        "label": task.label,
-        "identity": task.identity,
-        "command": task.command,
-    }
+    names = ("key", "candidate_key", "label", "identity", "command")
+    return {"kind": kind, **{name: getattr(task, name) for name in names}}
 
 
 def set_aside(path: Path) -> None:
@@ -215,5 +215,97 @@ def hardware_for(task: Task) -> str:
     return hardware("cuda" if "cuda" in devices_of(task) and torch.cuda.is_available() else "cpu")
 
 
-def slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+class ClaimLost(Exception):
+    """Another process took the claim over, because this one slept too long."""
+
+
+class Claim:
+    """A held claim, until it is released; `check` raises when it was lost on the way."""
+
+    def __init__(self, path: Path, token: str, beat: float = BEAT) -> None:
+        self.path, self.token, self.lost = path, token, False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_fresh, args=(beat,), daemon=True, name=f"claim {path.name}")
+        self._thread.start()
+
+    def _keep_fresh(self, beat: float) -> None:
+        while not self._ended.wait(beat):
+            with suppress(OSError):
+                if holder(self.path).get("token") == self.token:
+                    os.utime(self.path)
+                else:
+                    self.lost = True
+                    return
+
+    def check(self) -> None:
+        if self.lost:
+            raise ClaimLost(f"{self.path.name} was taken over by another process")
+
+    def release(self) -> None:
+        self._ended.set()
+        with suppress(OSError), locked(self.path.parent / LOCK):
+            if holder(self.path).get("token") == self.token:
+                self.path.unlink()
+
+
+def take(path: Path, beat: float = BEAT, stale: float = STALE) -> Claim | None:
+    """Claim what `path` stands for, unless somebody alive holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    token = uuid.uuid4().hex
+    who = {"host": host(), "name": socket.gethostname(), **process(os.getpid()), "token": token}
+    with locked(path.parent / LOCK):
+        if path.exists():
+            if not abandoned(path, stale):
+                return None
+            path.unlink(missing_ok=True)
+        return Claim(path, token, beat) if create(path, json.dumps(who)) else None
+
+
+def abandoned(path: Path, stale: float = STALE) -> bool:
+    """Whether nobody keeps this claim: its process is gone, or it was not touched for long."""
+    found = holder(path)
+    if found.get("host") == host() and isinstance(found.get("pid"), int):
+        return process(found["pid"]) != {"pid": found["pid"], "started": found.get("started")}
+    try:
+        return now(path.parent) - path.stat().st_mtime > stale
+    except OSError:
+        return False  # given back this moment
+
+
+def holder(path: Path) -> dict[str, Any]:
+    """What a claim says; nothing where it is half written or gone."""
+    found = read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
+def host() -> str:
+    """This machine since its start, and the container: where process numbers mean the same."""
+    name = socket.gethostname()
+    with suppress(OSError):
+        name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        name += " " + os.readlink("/proc/self/ns/pid")
+    return name
+
+
+def process(pid: int) -> dict[str, Any]:
+    """A living process with its start, as numbers are used again; empty for a dead one."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return {} if stat[0] in ("Z", "X") else {"pid": pid, "started": int(stat[19])}
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return {}
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return {}
+    except PermissionError:
+        pass
+    return {"pid": pid, "started": None}
+
+
+def now(folder: Path) -> float:
+    """The time by the clock of the file system that the folder is on."""
+    with tempfile.NamedTemporaryFile(prefix=".now-", dir=folder) as probe:
+        return os.fstat(probe.fileno()).st_mtime

@@ -5,8 +5,6 @@ files of their own, so a merge is a union: it may be done twice or in any order.
 same key, the older one stays in its place and the other goes to `repeats/`.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import lzma
@@ -15,19 +13,19 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from linvit.comparison.results import KEY, Failure, Run, Speed, parse_object, parse_result
-from linvit.comparison.scheduling.claims import LOCK, abandoned
-from linvit.comparison.scheduling.store import FOLDERS, Store, set_aside
+from linvit.comparison.results import KEY, AnyResult, parse_object, parse_result
+from linvit.comparison.scheduling.store import FOLDERS, LOCK, Store, abandoned, set_aside
 from linvit.errors import LinvitError
 from linvit.files import create, locked, temporary, write
 
-RESULTS = ("runs", "speeds", "failures", "comparisons")
+RESULTS = (*FOLDERS, "comparisons")
 REPEAT = re.compile(r"(runs|speeds)-(.+)-[0-9a-f]{16}\.json")
 LARGEST, MOST = 2**26, 2**31  # bytes of one result file, and of all in an archive, that are read from it
+SWELLING = 8  # times its own size that an archive may expand to beyond that: weights hardly compress
 BROKEN = (tarfile.TarError, EOFError, OSError, lzma.LZMAError)
 
 
@@ -38,9 +36,8 @@ class Archive:
         self.path = path
         self.notes: list[str] = []
 
-    def results(self) -> Iterator[Run | Speed | Failure]:
-        order = list(dict.fromkeys(FOLDERS.values()))
-        for folder, name, content in sorted(self.files(), key=lambda file: (order.index(file[0]), file[1])):
+    def results(self) -> Iterator[AnyResult]:
+        for folder, name, content in sorted(self.files(), key=lambda file: (FOLDERS.index(file[0]), file[1])):
             try:
                 yield parse_result(content, name)
             except LinvitError as error:
@@ -53,7 +50,7 @@ class Archive:
             with tarfile.open(self.path) as archive:
                 for member in archive:
                     folder, name = ("", *PurePosixPath(member.name).parts)[-2:]
-                    if not member.isfile() or folder not in FOLDERS.values() or not re.fullmatch(r"[^.].*\.json", name):
+                    if not member.isfile() or folder not in FOLDERS or not re.fullmatch(r"[^.].*\.json", name):
                         continue
                     left -= member.size
                     if member.size > LARGEST or left < 0:
@@ -84,50 +81,38 @@ def pack(store: Store, archive: Path, *, work: bool = False) -> int:
     """Write the store into one archive (.tar, .tar.gz or, smallest, .tar.xz), with `work` also the checkpoints of runs
     that are under way; how many files it holds. The store may be written to meanwhile."""
     packed = 0
-    with temporary(archive) as beside, compressed(beside, archive.suffix) as out, tarfile.open(None, "w", out) as file:
+    with ExitStack() as stack:
+        plain = stack.enter_context(open(stack.enter_context(temporary(archive)), "wb"))
+        out = stack.enter_context(compressed(plain, archive.suffix))
+        file = stack.enter_context(tarfile.open(None, "w", out))
         for path in belongings(store, work):
             name = PurePosixPath(store_name(store.folder), path.relative_to(store.folder).as_posix())
-            try:
+            with suppress(FileNotFoundError):  # a checkpoint that was replaced this moment
                 file.add(path, str(name), filter=anonymous)
                 packed += 1
-            except FileNotFoundError:  # a checkpoint that was replaced this moment
-                continue
     return packed
 
 
-@contextmanager
-def compressed(path: Path, suffix: str) -> Iterator[Any]:
-    with open(path, "wb") as file:
-        if suffix in (".gz", ".tgz"):
-            with gzip.GzipFile("", "wb", 9, file, mtime=0) as out:
-                yield out
-        elif suffix in (".xz", ".txz"):
-            with lzma.open(file, "wb", preset=9) as out:
-                yield out
-        else:
-            yield file
+def compressed(file: IO[bytes], suffix: str) -> Any:
+    """What compresses on the way to a file, by the archive's suffix."""
+    if suffix in (".gz", ".tgz"):
+        return gzip.GzipFile("", "wb", 9, file, mtime=0)
+    return lzma.open(file, "wb", preset=9) if suffix in (".xz", ".txz") else nullcontext(file)
 
 
 def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     """A file without its time and its owner."""
-    member.mtime = member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    member.mode = 0o644
-    return member
+    return member.replace(mtime=0, uid=0, gid=0, uname="", gname="", mode=0o644, deep=False)
 
 
 def belongings(store: Store, work: bool) -> Iterator[Path]:
     """The files that travel: all results, the teachers that are done, and the work if it is asked for."""
     for name in (*RESULTS, "repeats"):
         yield from sorted((store.folder / name).glob("[!.]*.json"))
-    folders = [path for path in sorted(store.folder.glob("teachers/*")) if finished(store, path.name)]
-    folders += [path for path in sorted(store.folder.glob("work/*")) if work and not finished(store, path.name)]
+    folders = [path for path in sorted(store.folder.glob("teachers/*")) if store.trained(path.name)]
+    folders += [path for path in sorted(store.folder.glob("work/*")) if work and not store.trained(path.name)]
     for folder in folders:
         yield from (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def finished(store: Store, key: str) -> bool:
-    return store.read(store.run_path(key)) is not None
 
 
 def merge(store: Store, other: Path) -> dict[str, int]:
@@ -140,11 +125,21 @@ def merge(store: Store, other: Path) -> dict[str, int]:
     store.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".merging-", dir=store.folder) as folder:
         try:
-            with tarfile.open(other) as archive:
-                archive.extractall(folder, filter="data")
+            unpack(other, Path(folder))
         except BROKEN as error:
             store.note(f"{other} cannot be read to its end ({error}): what came before that is merged")
         return merge_folder(store, root_of(Path(folder)))
+
+
+def unpack(path: Path, folder: Path) -> None:
+    """Expand the files of an archive, if they are no more than a store's could be."""
+    left = MOST + SWELLING * path.stat().st_size
+    with tarfile.open(path) as archive:
+        for member in filter(tarfile.TarInfo.isfile, archive):
+            left -= tarfile.BLOCKSIZE + member.size  # a file that is empty is not for nothing
+            if left < 0 or (member.name.endswith(".json") and member.size > LARGEST):
+                raise LinvitError(f"{path} holds more than a store could: not merged")
+            archive.extract(member, folder, filter="data")
 
 
 def root_of(folder: Path) -> Path:
@@ -166,12 +161,12 @@ def merge_folder(store: Store, other: Path) -> dict[str, int]:
         if named:
             added["repeats"] += adopt(store, named[1], f"{named[2]}.json", path)
     for path in sorted(other.glob("teachers/*")):
-        if KEY.fullmatch(path.name) and finished(theirs, path.name):
+        if KEY.fullmatch(path.name) and theirs.trained(path.name):
             added["teachers"] += copy_folder(path, store.teacher_folder(path.name))
     for path in sorted(other.glob("work/*")):
         claim = store.folder / "claims" / path.name
         busy = claim.exists() and not abandoned(claim, store.stale)
-        if KEY.fullmatch(path.name) and not finished(store, path.name) and not busy:
+        if KEY.fullmatch(path.name) and not store.trained(path.name) and not busy:
             added["work"] += copy_folder(path, store.work_folder(path.name))
     return added
 
@@ -214,15 +209,12 @@ def copy_folder(source: Path, target: Path) -> bool:
     if target.exists():
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
-    try:
-        shutil.copytree(source, beside, dirs_exist_ok=True)
-        beside.chmod(0o755)
-        beside.rename(target)
-    except OSError:
-        if not target.exists():
-            raise
-        return False
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as beside:
+        copied = shutil.copytree(source, Path(beside, target.name))
+        try:
+            copied.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+            return False
     return True

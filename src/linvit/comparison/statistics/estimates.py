@@ -1,7 +1,5 @@
 """What a handful of seeds can say: means with Student's intervals, paired differences, exponents, fronts and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

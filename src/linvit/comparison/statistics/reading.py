@@ -1,7 +1,5 @@
 """The results of one or more stores, in folders or archives. What cannot be read is left out, and a note says so."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

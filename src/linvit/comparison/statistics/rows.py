@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from linvit.codec import digest, to_plain
-from linvit.comparison.description.identity import counted_config
+from linvit.comparison.description.task import counted_config
 from linvit.comparison.results import Conversion, Drift, Label, Run, Speed, SpeedPoint, TrainedTeacher, TrainingIdentity
 from linvit.comparison.statistics.estimates import (
     Difference,

@@ -4,8 +4,6 @@ The bias is exact in mechanisms with logits and given up with `drop=("relative_b
 it was learned on, the table is resized.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pictures, channels first or last: the whole of them, a part of their channels, or what a convolution made of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

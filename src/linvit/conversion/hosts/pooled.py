@@ -1,7 +1,5 @@
 """Fewer keys than tokens, or fewer queries than keys: pooled by convolutions, means and maxima."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from math import prod

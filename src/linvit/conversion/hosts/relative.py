@@ -1,8 +1,6 @@
 """Relative positions by tables and small MLPs, also on grids they were not learned on: exact in mechanisms with logits,
 given up with `drop=("relative_bias",)` elsewhere. A model may hold one for all its layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

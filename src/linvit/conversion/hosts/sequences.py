@@ -1,8 +1,6 @@
 """Sequences of all tokens of a picture, projected in one go: the plain case and what some models do beside it, talking
 heads, positional attention, channels that attend to channels; and class attention, where one token asks all others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Padding masks are honoured by every mechanism with a key mask; any other mask is
 mechanisms with logits take.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Windows: a mechanism inside each. Those that hang over the edge see zero padding as tokens, as in the originals."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

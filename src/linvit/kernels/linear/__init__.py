@@ -12,8 +12,6 @@ there would be and how many tokens each would walk:
     phase by phase, tokens split over programs              few programs, many tokens: partial states are added up
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 

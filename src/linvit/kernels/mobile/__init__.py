@@ -4,8 +4,6 @@ q, k and v are a host's `(batch, heads, tokens, head_dim)` in any strides; their
 Sums are in float32 and in fixed order: the same inputs give the same bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ bits. A bias is read tile by tile, in the shape it has: `(1, heads, N, N)` is sh
 than there are come again in turn.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ scores, as on the GPU. Matrix products are nearly all of the time, so what count
 the heads of an image where they lie, scale what they write, and write it where it belongs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -9,8 +9,6 @@ Random erasing, mixup and cutmix are drawn as timm draws them. timm's own classe
 picture by picture; these take their random numbers as arguments and work on the whole batch at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ model's size; the streamed one cuts the crop out of the original and brings it t
 where pictures are larger. Pictures that have the model's size come out of both with the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

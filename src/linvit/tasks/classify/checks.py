@@ -5,8 +5,6 @@ the names it was trained with. timm's ImageNet models are told by how many outpu
 synsets, n01440764 and so on, and count where a set's classes are called so.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ two products with matrices of weights. Both read a crop through the same filter,
 nothing beyond the crop, so they agree to one grey level.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Train a classifier: data, recipe and teacher brought together for the engine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext

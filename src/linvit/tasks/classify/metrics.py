@@ -11,8 +11,6 @@ one seed only images vary. Beside it stands the interval for these very images, 
 over the seeds' means): use it for what was measured, the wider one for what is claimed of other images.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

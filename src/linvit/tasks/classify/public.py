@@ -1,7 +1,5 @@
 """Train a classifier by a recipe, and measure what it gets right: `linvit.train` and `linvit.evaluate`."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

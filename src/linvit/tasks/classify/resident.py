@@ -4,8 +4,6 @@ Nothing is decoded, copied or waited for during an epoch, so small sets train as
 kept at one size. One of another shape is squeezed to it, and its shape is noted: crops are drawn in that.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -7,8 +7,6 @@ without decoding them. Streams (WebDataset and the like), whose pictures have no
 same number of workers, and must be read to be left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice

@@ -10,8 +10,6 @@ beside them stands the step alone, one batch again and again. The JPEGs made for
 spectrum, which gives files of a photograph's size. The pictures of both decoders have to agree before they are timed.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Generator, Iterator

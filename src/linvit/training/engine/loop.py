@@ -5,8 +5,6 @@ batches for the same epoch. So the weights after a step do not depend on where t
 the device: the loop waits for it when it logs, evaluates or writes a checkpoint, not otherwise.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -15,8 +15,6 @@ picks kernels by racing them. Both are switched off for the time of a run. Softm
 backward pass keeps an order only where PyTorch may fail and not just warn, and cuDNN's is left out of every run.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager

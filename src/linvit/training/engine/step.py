@@ -5,8 +5,6 @@ layers' while the first layers' are still computed. It looks for unused paramete
 a part of the model need; its buckets then stay as they were made, so that a resumed run adds in the same order.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping

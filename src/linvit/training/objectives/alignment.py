@@ -12,8 +12,6 @@ per head and a shift of q and k are already among its weights, and nothing need 
 entire student: later blocks learn to make up for earlier ones.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from typing import Any

@@ -11,8 +11,6 @@ Features of inner modules can be matched beside it. Where widths differ, the stu
 teacher's by the linear map that fits this batch best: there is nothing to train, to save or to forget.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ Blocks that add their parts to the stream in another way than `x + attn(norm1(x)
 a layer scale, are told by trying it on the teacher: there the original's output is wanted, and the MLP stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass

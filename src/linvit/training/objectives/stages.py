@@ -1,7 +1,5 @@
 """From a config to what its stages minimise."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

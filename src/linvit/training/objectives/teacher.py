@@ -5,8 +5,6 @@ Hooks are set when an objective is made and not in its call, which may be compil
 there before it starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial

@@ -8,8 +8,6 @@ On CUDA a pass is recorded as a CUDA graph and replayed: a small model would wai
 mechanisms alike. Where one of the two cannot be recorded, both are timed as they are, and the row says so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

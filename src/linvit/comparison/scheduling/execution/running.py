@@ -7,6 +7,7 @@ was killed in between. Only timings and memory differ.
 from __future__ import annotations
 
 import base64
+import copy
 import math
 import os
 import shutil
@@ -19,41 +20,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from linvit.comparison import results
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import (
-    Accuracy,
-    Conversion,
-    DataFacts,
-    Environment,
-    EpochAccuracy,
-    ModelFacts,
-    Run,
-    Speed,
-    SpeedIdentity,
-    Training,
-)
-from linvit.comparison.scheduling.execution.drift import measure_drift
+from linvit.comparison.results import Drift, Environment, ModelFacts, Run, Speed, SpeedIdentity
 from linvit.comparison.scheduling.execution.measuring import measure_speed, tokens_of
-from linvit.comparison.scheduling.execution.sharing import Bench, Shared, identity_of
+from linvit.comparison.scheduling.execution.sharing import Bench, Shared
 from linvit.comparison.scheduling.store import Store, head_of
 from linvit.conversion import save
 from linvit.errors import LinvitError
-from linvit.measurement.macs import count_macs, count_parameters
+from linvit.measurement import count_macs, count_parameters
 from linvit.measurement.record import environment, package
+from linvit.measurement.speed import relative_rms
 from linvit.tasks.classify.checks import check_same
 from linvit.tasks.classify.fitting import Fitting, Sets
 from linvit.tasks.classify.metrics import Evaluation
-from linvit.training.config import Config
-from linvit.training.engine.loop import Output
+from linvit.training import BatchSource, Config, Output, Processes, make_processes
 from linvit.training.engine.phases import repeatable
 from linvit.training.logs import read_log
-from linvit.training.processes import Processes, make_processes
+from linvit.training.objectives.teacher import logits_of
 
 THREADS = 4  # at most, of a training on the CPU
 SMALL = 2e9  # MACs of a step below which it has one
 PACKAGES = ("torch", "torchvision", "timm", "safetensors", "numpy", "scipy", "scikit-learn", "triton")
+DRIFT_IMAGES = 512
 SHARED = Shared()
 Watch = Callable[[dict[str, Any]], None]
 
@@ -64,18 +55,19 @@ def execute(
     """Do a task and give its result. A training that was killed goes on from the store's work folder. `shared` is how
     many runs have the device now; `watch` hears the training's log."""
     began = time.perf_counter()
-    if not isinstance(task.identity, SpeedIdentity):
+    found: Run | Speed
+    if isinstance(task.identity, SpeedIdentity):
+        SHARED.clear()  # the device is for what is timed
+        where, rows = measure_speed(task.identity, watch=watch)
+        found = Speed(**head_of(task, "speed"), environment=where, rows=rows, seconds=0.0)
+    else:
         found = train(task, store, device, shared, watch)
-        return replace(found, seconds=round(time.perf_counter() - began, 3))
-    SHARED.clear()  # the device is for what is timed
-    where, rows = measure_speed(task.identity, watch=watch)
-    seconds = round(time.perf_counter() - began, 3)
-    return Speed(**head_of(task, "speed"), environment=where, rows=rows, seconds=seconds)
+    return replace(found, seconds=round(time.perf_counter() - began, 3))
 
 
 def train(task: Task, store: Store, device: str, shared: int, watch: Watch | None) -> Run:
     """A run or a teacher."""
-    config = Config.from_dict(identity_of(task).config)
+    config = Config.from_dict(task.training.config)
     processes = make_processes(config, device)
     memory = Memory(processes.device, watch)
     try:
@@ -115,16 +107,20 @@ def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: 
         save(fitting.shown, store.teacher_folder(task.key))
     evaluations = list({record["step"]: record for record in read_log(work) if record["kind"] == "eval"}.values())
     seconds, device = evaluations[-1]["seconds"], processes.device
-    data = identity_of(task).data
+    packages = {name: found for name in PACKAGES if (found := package(name)) is not None}
+    data, conversion = task.training.data, None
+    if final.teacher is not None:
+        taught, zero_shot = 100 * float((final.teacher == final.labels).mean()), evaluations[0]["top1"]
+        conversion = results.Conversion(zero_shot, taught, final.agreement, final.kl, bench.report, bench.layers)
     return Run(
         **head_of(task, task.kind),
-        environment=Environment(**environment(device), packages=packages()),
-        data=DataFacts(data.name, data.digest, len(sets[0]), len(final.labels)),
+        environment=Environment(**environment(device), packages=packages),
+        data=results.DataFacts(data.name, data.digest, len(sets[0]), len(final.labels)),
         model=bench.facts,
         accuracy=accuracy(final, evaluations),
-        training=Training(seconds, outcome.images_per_second, None, device.type, 1),
+        training=results.Training(seconds, outcome.images_per_second, None, device.type, 1),
         drift=drift,
-        conversion=conversion(bench, final, evaluations[0]["top1"]) if bench.guide is not None else None,
+        conversion=conversion,
         seconds=0.0,
     )
 
@@ -133,11 +129,11 @@ def facts(model: nn.Module, size: int) -> ModelFacts:
     return ModelFacts(count_parameters(model), count_macs(model, (3, size, size)), tokens_of(model, size))
 
 
-def accuracy(final: Evaluation, evaluations: list[dict[str, Any]]) -> Accuracy:
+def accuracy(final: Evaluation, evaluations: list[dict[str, Any]]) -> results.Accuracy:
     """What the last weights get right, image by image too, and how it came about."""
     names = ("epoch", "top1", "loss", "seconds")
-    return Accuracy(
-        epochs=tuple(EpochAccuracy(**{name: record[name] for name in names}) for record in evaluations),
+    return results.Accuracy(
+        epochs=tuple(results.EpochAccuracy(*(record[name] for name in names)) for record in evaluations),
         top1=final.top1,
         top5=final.top5,
         best=max(record["top1"] for record in evaluations),
@@ -145,12 +141,6 @@ def accuracy(final: Evaluation, evaluations: list[dict[str, Any]]) -> Accuracy:
         loss=final.loss,
         correct=base64.b64encode(np.packbits(final.correct).tobytes()).decode(),
     )
-
-
-def conversion(bench: Bench, final: Evaluation, zero_shot: float) -> Conversion:
-    assert final.teacher is not None
-    teacher_top1 = 100 * float((final.teacher == final.labels).mean())
-    return Conversion(zero_shot, teacher_top1, final.agreement, final.kl, bench.report, bench.layers)
 
 
 class Memory:
@@ -180,13 +170,44 @@ class Memory:
 def clear_foreign(work: Path, fitting: Fitting) -> None:
     """Begin again where the work folder cannot be gone on with: another version's, or damaged."""
     checkpoints = fitting.engine.state.files
-    if not work.exists() or checkpoints is None:
-        return
+    if work.exists() and checkpoints is not None:
+        try:
+            check_same(work, fitting.config, fitting.identity)
+            checkpoints.latest(lambda text: None)
+        except LinvitError:
+            shutil.rmtree(work)
+
+
+@torch.no_grad()
+def measure_drift(model: nn.Module, source: BatchSource) -> tuple[Drift, ...]:
+    """How far a trained model's answers move when all of it runs in half precision: for each kind the relative RMS of
+    the logits against float32, how often the same class is chosen (in percent), and whether all is finite. Weights and
+    images are rounded, no autocast helps."""
+    batches: list[Tensor] = []
+    for batch, _ in source.epoch(0):
+        batches.append(batch[: DRIFT_IMAGES - sum(map(len, batches))])
+        if sum(map(len, batches)) >= DRIFT_IMAGES:
+            break
+    truth = answers(model, batches, torch.float32)
+    return tuple(drift_of(model, batches, truth, name) for name in ("float16", "bfloat16"))
+
+
+def drift_of(model: nn.Module, batches: list[Tensor], truth: Tensor, name: str) -> Drift:
     try:
-        check_same(work, fitting.config, fitting.identity)
-        checkpoints.latest(lambda text: None)
-    except LinvitError:
-        shutil.rmtree(work)
+        found = answers(model, batches, getattr(torch, name))
+    except (RuntimeError, NotImplementedError) as error:  # an operation that this device has in float32 only
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Drift(name, None, None, None, reason)
+    if not bool(found.isfinite().all()):
+        return Drift(name, None, None, False)
+    agreement = 100 * float((found.argmax(-1) == truth.argmax(-1)).double().mean())
+    return Drift(name, relative_rms(found, truth), agreement, True)
+
+
+def answers(model: nn.Module, batches: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The logits of all batches, in float64."""
+    model = copy.deepcopy(model).to(dtype).eval()
+    return torch.cat([logits_of(model(batch.to(dtype))).double() for batch in batches])
 
 
 @contextmanager
@@ -204,8 +225,3 @@ def fixed_threads(device: torch.device, count: int) -> Iterator[None]:
 def threads(macs: float = math.inf) -> int:
     """How many threads a training on the CPU has, by the MACs of a step: small ones run better side by side."""
     return min(THREADS, os.cpu_count() or 1) if macs > SMALL else 1
-
-
-def packages() -> dict[str, str]:
-    """Versions of what results may depend on."""
-    return {name: found for name in PACKAGES if (found := package(name)) is not None}

@@ -5,11 +5,8 @@ object: the weights of the next seed are copied into it, and the steps that were
 not depend on what was kept.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from linvit.codec import digest
-from linvit.comparison.description.building import build_model, resize, student_of
-from linvit.comparison.description.identity import describe_data, describe_teacher
-from linvit.comparison.description.task import Task
-from linvit.comparison.results import ModelFacts, Structure, TrainedTeacher, TrainingIdentity
+from linvit.comparison.description.building import build_model, patch_of, resize, student_of
+from linvit.comparison.description.task import Task, describe_data, describe_teacher
+from linvit.comparison.results import ModelFacts, TrainedTeacher
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
 from linvit.tasks.classify.augmenting import normalise
 from linvit.tasks.classify.data import Images, Stream, open_data
 from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Held
-from linvit.training.config import Config
-from linvit.training.engine.phases import Phase
+from linvit.training import Config, Phase
 from linvit.training.objectives.teacher import open_teacher
 
 HELD = 6  # decoded sets that stay, the latest ones
@@ -61,17 +56,15 @@ class Shared:
     def data(self, task: Task) -> tuple[Images | Stream, Images | Stream]:
         """The task's training and validation set, from where this machine has it, if it is the same set."""
         name, root = task.places["data"], task.places.get("root", "")
-        wanted = identity_of(task).data.digest
+        wanted = task.training.data.digest
         if (name, root, wanted) not in self.sets:
-            found = describe_data(name, root).digest
-            if found != wanted:
-                raise LinvitError(f"{name} is not the set this run is about: its digest is {found}, not {wanted}")
+            check_digest(name, "set", describe_data(name, root).digest, wanted)
             self.sets[name, root, wanted] = open_data(name, root=root or None)
         return self.sets[name, root, wanted]
 
     def teacher(self, task: Task, store: Store, device: torch.device) -> nn.Module:
         """The softmax model that a task's candidate is made from and learns from."""
-        wanted = identity_of(task).teacher
+        wanted = task.training.teacher
         assert wanted is not None
         if isinstance(wanted, TrainedTeacher):
             source, mark = str(store.teacher_folder(wanted.key)), wanted.key
@@ -84,11 +77,7 @@ class Shared:
             source, mark = task.places.get("teacher", wanted.name), str(wanted.digest)
         if (source, mark) not in self.teachers:
             if not isinstance(wanted, TrainedTeacher):
-                found = describe_teacher(source)[0].digest
-                if found != wanted.digest:
-                    raise LinvitError(
-                        f"{source} is not the teacher this run is about: its digest is {found}, not {mark}"
-                    )
+                check_digest(source, "teacher", describe_teacher(source)[0].digest, wanted.digest)
             self.teachers = {(source, mark): open_teacher(source).to(device).eval()}
         return self.teachers[source, mark].to(device)
 
@@ -99,13 +88,17 @@ class Shared:
             del self.held[next(iter(self.held))]
         if self.bench is not None and self.bench.key != key:
             self.forget()
-        identity = identity_of(task)
+        identity = task.training
         if identity.mode == "scratch":
             if identity.candidate.measured:
                 raise LinvitError("layers=measured asks a trained model: use mode distil, or where=first in its place")
             return self.take(key, build_model(identity, seed=identity.seed))
         teacher = self.teacher(task, store, device)
-        check_patches(teacher, identity, config)
+        aligned = any(stage.objective != "supervised" for stage in config.plan_of_stages())
+        patch = patch_of(teacher)
+        if aligned and identity.patch_size not in (None, patch):  # they would not see the same tokens
+            told = f"recipe {config.recipe} aligns layers, and the teacher has patches of {patch}"
+            raise LinvitError(f"{told}: use those")
         known = self.bench.layers if self.bench is not None else None
         images = None
         if identity.candidate.measured and known is None:
@@ -142,40 +135,24 @@ class Shared:
         self.forget()
 
 
-def identity_of(task: Task) -> TrainingIdentity:
-    """The identity of a run or a teacher."""
-    assert isinstance(task.identity, TrainingIdentity)
-    return task.identity
-
-
-def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, those that are not saved too."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def check_digest(name: str, what: str, found: str | None, wanted: str | None) -> None:
+    if found != wanted:
+        raise LinvitError(f"{name} is not the {what} this run is about: its digest is {found}, not {wanted}")
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Make the target what the source is, in the tensors it has. A training that ended may have added some that are no
-    weights (how far it had got), which the next one sets itself."""
-    new = dict(tensors(source))
+    weights (how far it had got), which the next one sets itself. Buffers that are not saved count too."""
+    new = {**dict(source.named_parameters()), **dict(source.named_buffers())}
     saved = {*target.state_dict(), *dict(target.named_parameters())}
-    for name, old in tensors(target):
+    for name, old in (*target.named_parameters(), *target.named_buffers()):
         assert name in new or name not in saved, f"{name} is not in the source"
         if name in new:
             assert new[name].shape == old.shape
             old.copy_(new[name])
     target.zero_grad(set_to_none=True)
     target.train()  # models that remember something of an evaluation forget it here
-
-
-def check_patches(teacher: Any, structure: Structure, config: Config) -> None:
-    """Layers can be aligned only where teacher and student see the same tokens."""
-    patch: Any = getattr(getattr(teacher, "patch_embed", None), "patch_size", None)
-    patch = patch if isinstance(patch, int | None) else patch[0]
-    if structure.patch_size in (None, patch) or all(s.objective == "supervised" for s in config.plan_of_stages()):
-        return
-    raise LinvitError(f"recipe {config.recipe} aligns layers, and the teacher has patches of {patch}: use those")
 
 
 def calibration(images: Images | Stream, preprocessing: Preprocessing) -> list[Tensor]:

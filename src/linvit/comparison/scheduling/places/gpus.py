@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from linvit.comparison.description.task import Task
-from linvit.comparison.scheduling.places.place import Execute, Hear, Place, Record, TimingSlot, attempt
+from linvit.comparison.scheduling.places.place import Execute, Hear, Place, TimingSlot, attempt
 from linvit.comparison.scheduling.store import Store
 
 TICK = 0.5  # seconds to wait for word from a worker
@@ -31,7 +31,9 @@ class Gpus(Place):
     def __init__(self, execute: Execute | None = None, *, per_gpu: int = 1) -> None:
         super().__init__(execute)
         self.shared = per_gpu
-        self.gpus: list[str | None] = [*visible_gpus()] or [None]
+        count, named = torch.cuda.device_count(), os.environ.get(VISIBLE)
+        names = [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
+        self.gpus: list[str | None] = [*names] or [None]  # by the names that CUDA_VISIBLE_DEVICES takes
         # Forks of a process that has imported torch start faster, but must not meet CUDA.
         self.context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if not torch.cuda.is_available():
@@ -67,7 +69,9 @@ class Gpus(Place):
             try:
                 record = worker.pipe.recv()
             except (EOFError, OSError):
-                record = worker.lost()
+                worker.process.join()
+                text = f"it ended with code {worker.process.exitcode} (killed, or out of memory?)"
+                record = {"kind": "lost", "text": text, "begun": worker.begun, "spoilt": True}
                 self.workers.remove(worker)
             worker.begun = True
             hear(worker.name, record)
@@ -98,14 +102,13 @@ class WorkerProcess:
         self.pipe, theirs = context.Pipe()
         device = "cpu" if gpu is None else "cuda"
         self.process = context.Process(target=serve, args=(theirs, execute, folder, device))
-        with visible(gpu):
+        before, os.environ[VISIBLE] = os.environ.get(VISIBLE), gpu or ""  # it sees this GPU alone
+        try:
             self.process.start()
+        finally:
+            del os.environ[VISIBLE]
+            os.environ.update({} if before is None else {VISIBLE: before})
         theirs.close()
-
-    def lost(self) -> Record:
-        self.process.join()
-        text = f"it ended with code {self.process.exitcode} (killed, or out of memory?)"
-        return {"kind": "lost", "text": text, "begun": self.begun, "spoilt": True}
 
 
 def serve(pipe: Connection, execute: Execute, folder: str, device: str) -> None:
@@ -124,22 +127,3 @@ def end_with_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
-    named = os.environ.get(VISIBLE)
-    count = torch.cuda.device_count()
-    return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
-
-
-@contextmanager
-def visible(gpu: str | None) -> Iterator[None]:
-    """Processes started meanwhile see this GPU alone."""
-    before = os.environ.get(VISIBLE)
-    os.environ[VISIBLE] = gpu or ""
-    try:
-        yield
-    finally:
-        del os.environ[VISIBLE]
-        os.environ.update({} if before is None else {VISIBLE: before})

@@ -1,45 +1,32 @@
-"""What a place where tasks run must be able to do, for the scheduler, and how a task is done anywhere."""
-
-from __future__ import annotations
+"""What a place where tasks run must be able to do, for the scheduler; how a task is done anywhere; and the simplest
+place, this process."""
 
 import gc
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from linvit.comparison.description.task import Task
 from linvit.comparison.results import Run, Speed
-from linvit.comparison.scheduling.claims import ClaimLost
-from linvit.comparison.scheduling.store import Store, hardware_for
+from linvit.comparison.scheduling.store import ClaimLost, Store, hardware_for
+from linvit.errors import LinvitError
 
 Record = dict[str, Any]
+Send = Callable[[Record], None]
 Hear = Callable[[str, Record], None]
+Execute = Callable[..., Run | Speed]  # what carries out a task: `execution.running.execute`, or a test's
 
 
-class Execute(Protocol):
-    """What carries out a task: `execution.running.execute`, or a test's."""
-
-    def __call__(
-        self, task: Task, store: Store, *, device: str, shared: int, watch: Callable[[Record], None]
-    ) -> Run | Speed: ...
-
-
-class TimingSlot(Hashable, Protocol):
-    """Where speeds are timed, one at a time, with nothing beside them."""
+class TimingSlot:
+    """Where speeds are timed, one at a time, with nothing beside them: this machine, unless a place has others."""
 
     def hardware(self, task: Task) -> str:
         """What its results name as their hardware."""
-
-
-class ThisMachine:
-    """The slot of places that are this machine."""
-
-    def hardware(self, task: Task) -> str:
         return hardware_for(task)
 
 
@@ -54,6 +41,7 @@ class Place(ABC):
 
     shared = 1  # runs that have a device together
     patient = True  # whether to wait for what others work on
+    slots: Sequence[TimingSlot] = (TimingSlot(),)
 
     def __init__(self, execute: Execute | None = None) -> None:
         self.execute = execute or real_execute
@@ -65,7 +53,7 @@ class Place(ABC):
         yield
 
     def timing_slots(self) -> Sequence[TimingSlot]:
-        return [THIS_MACHINE]
+        return self.slots
 
     def hardware(self, task: Task) -> list[str]:
         """The kinds of hardware that a speed is to be timed on here."""
@@ -90,12 +78,42 @@ class Place(ABC):
         """Let a worker go; one that is at a task, or of no more use, is killed."""
 
 
-THIS_MACHINE = ThisMachine()
+class Here(Place):
+    """This process: one task after another, each done while it is polled."""
+
+    device = "auto"
+    next: tuple[Task, str, int] | None = None
+
+    def capacity(self) -> int:
+        return 1
+
+    def hire(self, task: Task, slot: TimingSlot | None) -> None:
+        return None
+
+    def send(self, worker: None, task: Task, name: str, *, shared: int) -> None:
+        self.next = task, name, shared
+
+    def poll(self, hear: Hear) -> None:
+        assert self.next is not None
+        (task, name, shared), self.next = self.next, None
+        ended = self.do(task, shared, lambda record: hear(name, record))
+        hear(name, ended)
+        self.check(task, ended)
+
+    def check(self, task: Task, ended: Record) -> None:
+        """Whether this process can go on after a task."""
+        if ended.get("spoilt"):
+            who = task.label.candidate
+            raise LinvitError(f"{who} left the GPU unusable ({ended['spoilt']}): start the command again to go on")
+
+    def do(self, task: Task, shared: int, watch: Send) -> Record:
+        return attempt(task, self.store, self.execute, device=self.device, shared=shared, watch=watch)
+
+    def dismiss(self, worker: None, *, kill: bool = False) -> None:
+        self.next = None
 
 
-def attempt(
-    task: Task, store: Store, execute: Execute, *, device: str, shared: int, watch: Callable[[Record], None]
-) -> Record:
+def attempt(task: Task, store: Store, execute: Execute, *, device: str, shared: int, watch: Send) -> Record:
     """Do a task; the record of how it ended."""
     try:
         watch({"kind": "start", "pid": os.getpid(), "node": platform.node()})

@@ -1,9 +1,8 @@
 """What happens on a worker of a Ray cluster: one task, and its files there and back where the disk is not the driver's.
+Folders (a run's checkpoints, and teachers) travel between machines as their files' bytes.
 
 Ray itself is not needed here: the driver makes actors and remote functions of this.
 """
-
-from __future__ import annotations
 
 import os
 import platform
@@ -11,23 +10,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from linvit.comparison.description.task import Task
-from linvit.comparison.scheduling.places.place import Execute, Record, attempt
-from linvit.comparison.scheduling.places.ray_files import Files, mirrored, read_files, write_files
+from linvit.comparison.scheduling.places.place import Execute, Record, Send, attempt
 from linvit.comparison.scheduling.store import Store
+from linvit.files import write
 from linvit.measurement.record import cpu, source_digest
 from linvit.version import __version__
 
 QUIET = 0.5  # seconds between two records of training that are worth sending
-Send = Callable[[Record], None]
+EVERY = 2.0  # seconds between two looks for new checkpoints
+WEIGHTS = ".safetensors"
+Files = dict[str, bytes]  # a folder's content by relative name
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,13 @@ class Errand:
 
 def absolute(places: dict[str, str]) -> dict[str, str]:
     """Places on this machine from the root of the file system on; names of sets and models stay as they are."""
-    found = dict(places)
     data, root, teacher = (places.get(name, "") for name in ("data", "root", "teacher"))
-    if root:
-        found["root"] = str(Path(root).resolve())
+    found = {"root": Path(root)} if root else {}
     if data not in ("", "digits") and Path(root, data).exists():
-        found["data"] = str(Path(root, data).resolve())
+        found["data"] = Path(root, data)
     if teacher and Path(teacher).is_dir():
-        found["teacher"] = str(Path(teacher).resolve())
-    return found
+        found["teacher"] = Path(teacher)
+    return {**places, **{name: str(path.resolve()) for name, path in found.items()}}
 
 
 @cache
@@ -109,9 +109,16 @@ class RayWorker:
         wrong = misfit(errand.source, errand.task.places)
         if wrong is not None:
             return {"kind": "misfit", "text": f"node {platform.node()} of the Ray cluster {wrong}"}
+        last = 0.0
 
         def send(event: Record) -> None:
-            self.mailbox.send.remote(name, event)
+            """Not those records of training that follow too soon on the one before."""
+            nonlocal last
+            if event["kind"] == "train":
+                if time.monotonic() - last < QUIET:
+                    return
+                last = time.monotonic()
+            self.mailbox.actor.put_nowait.remote((name, event))
 
         away = not Path(errand.mark).exists()
         store = Store(self.scratch if away else errand.store)
@@ -121,7 +128,7 @@ class RayWorker:
             write_files(folder, begun)
         try:
             with mirrored(folder, send) if away else nullcontext():
-                ended = attempt(task, store, errand.execute, device="auto", shared=errand.shared, watch=calm(send))
+                ended = attempt(task, store, errand.execute, device="auto", shared=errand.shared, watch=send)
         finally:
             if away:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -141,16 +148,57 @@ class RayWorker:
         return replace(task, places={**task.places, "teacher": str(folder)})
 
 
-def calm(send: Send) -> Send:
-    """Send everything but those records of training that follow too soon on the one before."""
-    last = 0.0
+def stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file below a folder, but for those still being written."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        with suppress(FileNotFoundError):
+            if path.is_file() and not path.name.startswith("."):
+                seen = path.stat()
+                found[path.relative_to(folder).as_posix()] = (seen.st_size, seen.st_mtime_ns)
+    return found
 
-    def watch(record: Record) -> None:
-        nonlocal last
-        if record["kind"] == "train":
-            if time.monotonic() - last < QUIET:
-                return
-            last = time.monotonic()
-        send(record)
 
-    return watch
+def read_files(folder: Path, names: list[str] | None = None) -> Files:
+    """A folder's files; weights first, so that a log is never older than the checkpoint beside it."""
+    found = {}
+    for name in sorted(stamps(folder) if names is None else names, key=lambda name: not name.endswith(WEIGHTS)):
+        with suppress(FileNotFoundError):
+            found[name] = (folder / name).read_bytes()
+    return found
+
+
+def write_files(folder: Path, files: Files) -> None:
+    """Put files into a folder, each whole or not at all; weights last."""
+    for name in sorted(files, key=lambda name: name.endswith(WEIGHTS)):
+        write(folder / name, files[name])
+
+
+def keep_only(folder: Path, names: list[str]) -> None:
+    """Drop the files that the worker has dropped."""
+    for name in stamps(folder).keys() - set(names):
+        (folder / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def mirrored(folder: Path, send: Send) -> Iterator[None]:
+    """Send a run's checkpoints to the driver while it goes, so that they outlive this node."""
+    ended = threading.Event()
+    sent = stamps(folder)
+
+    def keep_sending() -> None:
+        nonlocal sent
+        while not ended.wait(EVERY):
+            found = stamps(folder)
+            new = [name for name in found if sent.get(name) != found[name]]
+            if any(name.endswith(WEIGHTS) for name in new):
+                send({"kind": "checkpoint", "names": list(found), "files": read_files(folder, new)})
+                sent = found
+
+    thread = threading.Thread(target=keep_sending, daemon=True, name="mirror")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
