@@ -101,14 +101,14 @@ def test_a_failed_candidate_is_said_and_the_rest_shown(
 ) -> None:
     from linvit.comparison.scheduling.execution import running
 
-    whole = running.conversion
+    whole = running.train_on
 
     def broken(bench: object, *rest: object) -> object:
         if "qt" in str(bench.report):  # type: ignore[attr-defined]
             raise RuntimeError("broken on purpose")
         return whole(bench, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(running, "conversion", broken)
+    monkeypatch.setattr(running, "train_on", broken)
     text = small.read_text(encoding="utf-8").replace(", ".join(f'"{n}"' for n in CANDIDATES), '"softmax", "qt"')
     small.write_text(text, encoding="utf-8")
     assert not comparing.compare(small.name, small.parent / "store", screen)

@@ -287,7 +287,7 @@ def test_few_tokens_are_not_tiled_on_the_cpu(
     cpu, calls = torch.device("cpu"), []
     forward = on_tiles.forward
     monkeypatch.setattr(on_tiles, "forward", lambda *a: calls.append(1) or forward(*a))
-    monkeypatch.setattr("linvit.kernels.relu_quadratic.interpreted", lambda: False)
+    monkeypatch.setattr("linvit.kernels.fused.interpreted", lambda: False)
     packed = draw(cpu, dtype, images, tokens, 3, 2, 8).requires_grad_()
     out = on_cpu(*packed.permute(2, 0, 3, 1, 4).unbind(0), None)
     assert out is not None and len(calls) == tiled
