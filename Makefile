@@ -10,7 +10,7 @@ test: export OMP_NUM_THREADS = 1
 .PHONY: test lint format docs wheel demo venv clean
 
 test: $(INSTALLED)
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -5,8 +5,6 @@ outside, and leaves three things to a subclass: `implied_map` (an N×N matrix), 
 often in a better order) and `macs`. `finish` adds an output norm, a gate or a local branch.
 """
 
-from __future__ import annotations
-
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class TokenGrid:
             raise LinvitError(f"a token grid needs height and width of at least 1 and no negative prefix, got {self}")
 
     @classmethod
-    def line(cls, tokens: int) -> TokenGrid:
+    def line(cls, tokens: int) -> "TokenGrid":
         """A plain sequence, for mechanisms that do not look at the grid."""
         return cls(1, tokens)
 

@@ -12,8 +12,6 @@ the window shrinks to the grid and does not shift, as in Swin; the table's middl
 Swin does not have, see every token and are seen by all (inferred).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,11 +42,11 @@ class Window(Mechanism):
             offsets = (2 * self.height - 1) * (2 * self.width - 1)
             self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(offsets, shape.heads or 1), std=0.02))
 
-    def tiling(self, grid: TokenGrid) -> Tiling:
+    def tiling(self, grid: TokenGrid) -> "Tiling":
         down, right = self.shift[0] * (grid.height > self.height), self.shift[1] * (grid.width > self.width)
         return Tiling(grid, min(self.height, grid.height), min(self.width, grid.width), down, right)
 
-    def place_bias(self, tiling: Tiling, table: Tensor) -> Tensor:
+    def place_bias(self, tiling: "Tiling", table: Tensor) -> Tensor:
         """Swin's table looked up for every pair of places in a window: `(1, heads, 1, places, places)`."""
         rows = torch.arange(tiling.height, device=table.device).repeat_interleave(tiling.width)
         columns = torch.arange(tiling.width, device=table.device).repeat(tiling.height)

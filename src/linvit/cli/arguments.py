@@ -1,7 +1,5 @@
 """What several verbs ask for, under one name and with one meaning, and how they read what is typed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -125,7 +123,7 @@ def check_file(path: Path | None) -> None:
         raise LinvitError(f"no folder {path.parent} to put {path.name} in; make it first")
 
 
-def find_device(name: str) -> torch.device:
+def find_device(name: str) -> "torch.device":
     """The device that --device names."""
     import torch
 

@@ -1,7 +1,5 @@
 """`linvit bench op | model | training | scaling`: speed and memory, side by side in one run."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -265,8 +263,8 @@ def finish(result: dict[str, Any], print_result: Callable[[dict[str, Any]], None
 
 
 def open_result(
-    output: Path | None, resume: Path | None, what: str, head: dict[str, Any], place: torch.device
-) -> ResultFile:
+    output: Path | None, resume: Path | None, what: str, head: dict[str, Any], place: "torch.device"
+) -> "ResultFile":
     """The result file that --output or --resume names, or one with the time in its name."""
     from linvit.measurement.record import ResultFile, environment
 

@@ -1,7 +1,5 @@
 """`linvit compare`: the fair comparison of mechanisms, on one machine or many."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path
@@ -120,7 +118,7 @@ def print_preset(name: str, as_json: bool) -> None:
         print(preset_text(name), end="")
 
 
-def close(store: Store, pack: Path | None, merged: list[tuple[Path, dict[str, int]]], as_json: bool) -> None:
+def close(store: "Store", pack: Path | None, merged: list[tuple[Path, dict[str, int]]], as_json: bool) -> None:
     """Say what was merged, and pack."""
     from linvit.comparison.scheduling import travel
 

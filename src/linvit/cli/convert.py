@@ -1,7 +1,5 @@
 """`linvit convert`: swap the attention of a model, keep the weights, save the result."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -89,7 +87,7 @@ def convert(
         plot_sensitivity(report.sensitivity, plot)
 
 
-def print_report(report: Report, folder: Path) -> None:
+def print_report(report: "Report", folder: Path) -> None:
     rows = []
     for layer in report.layers:
         given_up = f"gave up {', '.join(layer.dropped)}" if layer.dropped else ""
@@ -106,7 +104,7 @@ def print_report(report: Report, folder: Path) -> None:
     out.print(f"Saved to {folder}: linvit.load('{folder}') reads it.", style="italic")
 
 
-def print_sensitivity(measured: Sensitivity) -> None:
+def print_sensitivity(measured: "Sensitivity") -> None:
     rows = []
     for layer in measured.layers:
         reached = "" if layer.similarity is None else f"{layer.similarity:.4f}"

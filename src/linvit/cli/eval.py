@@ -1,7 +1,5 @@
 """`linvit eval`: what a classifier gets right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,7 +57,7 @@ def eval_(
         found.save(output)
 
 
-def print_evaluation(found: Evaluation, per_class: bool) -> None:
+def print_evaluation(found: "Evaluation", per_class: bool) -> None:
     out, images = console(), f"{len(found.labels):,} images"
     if not found.labelled:
         agreed = f"[bold]{found.agreement:.2f} %[/bold] of {images}"

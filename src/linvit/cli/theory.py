@@ -1,7 +1,5 @@
 """`linvit theory`: what the papers prove, measured."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,7 +52,7 @@ def theory(
         out.print(f"Plot: {plot}")
 
 
-def cells(f: Finding) -> tuple[object, ...]:
+def cells(f: "Finding") -> tuple[object, ...]:
     interval = f"{number(f.low)} … {number(f.high)}" if f.error else "rounding"
     verdict = "[green]yes[/green]" if f.inside else "[yellow]no[/yellow]" if f.wrong else "[red]no[/red]"
     formula, inside = ("–" if f.expected is None else number(f.expected)), "–" if f.inside is None else verdict

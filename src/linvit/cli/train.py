@@ -1,7 +1,5 @@
 """`linvit train`: train, fine-tune or distil a model, with a bar at a terminal or a line now and then in a file."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -77,7 +75,7 @@ def train(
         print_outcome(found, output)
 
 
-def print_outcome(outcome: Trained, folder: Path) -> None:
+def print_outcome(outcome: "Trained", folder: Path) -> None:
     labelled = "agreement" not in outcome.last
     columns = {"top1": "top-1", "top5": "top-5"} if labelled else {"agreement": "agreement", "kl": "KL"}
     rows = []
@@ -101,7 +99,7 @@ def print_note(record: dict[str, Any]) -> None:
         print(record["text"], file=sys.stderr)
 
 
-def bar(shown: Progress) -> Watch:
+def bar(shown: "Progress") -> Watch:
     task: Any = None
     top1 = ""
 

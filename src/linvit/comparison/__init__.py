@@ -1,7 +1,5 @@
 """One fair comparison: what is compared, who does it and where, what comes of it, and the report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +23,9 @@ def compare(
     address: str = "",
     cpus: int | None = None,
     retry: bool = False,
-    watch: Watch = lambda task, record: None,
+    watch: "Watch" = lambda task, record: None,
     **changes: Any,
-) -> Summary:
+) -> "Summary":
     """Do what a comparison, a preset or a TOML file asks for, with `changes` of its fields, and write the report into
     the store. What is finished there is not repeated; an empty `what` goes on with what the store was asked before.
 
@@ -48,7 +46,7 @@ def compare(
     return summary
 
 
-def report(stores: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Contents:
+def report(stores: str | Path | Sequence[str | Path], output: str | Path | None = None) -> "Contents":
     """What stores, their folders or archives, say together; with `output`, written there as one page."""
     from linvit.comparison.reporting import gather, render
     from linvit.files import write

@@ -6,8 +6,6 @@ later has a default, so that older files still read; fields that a file has and 
 over.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -67,7 +65,7 @@ class TrainedTeacher:
     """A teacher that was trained as part of the comparison."""
 
     key: str
-    identity: TrainingIdentity
+    identity: "TrainingIdentity"
 
 
 @dataclass(frozen=True, kw_only=True)

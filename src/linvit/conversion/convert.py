@@ -1,7 +1,5 @@
 """Swap the attention of a model by a plan: in place, every weight kept, and a report of what changed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -186,7 +184,7 @@ def layers_to_measure(plan: Plan) -> int:
 
 def place_by_sensitivity(
     model: nn.Module, plan: Plan, loader: Iterable[Any], named: Collection[str], advance: Callable[[], None]
-) -> tuple[Plan, Sensitivity]:
+) -> "tuple[Plan, Sensitivity]":
     """MixA's plan with the layers that are measured to be kept, and the measurement, for `calibrate`."""
     from linvit.conversion.sensitivity import measure_sensitivity
 

@@ -1,7 +1,5 @@
 """Which grid a sequence of tokens lies on, for hosts that see no more: hooks where a picture was last seen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -137,7 +135,7 @@ def sources(owner: Any) -> Iterator[tuple[Grids, nn.Module | None, list[nn.Modul
             yield Grids(prefix=1), embed.proj, seers
 
 
-def watch(model: Any, kind: type[Host]) -> Iterator[Watch]:
+def watch(model: Any, kind: "type[Host]") -> Iterator[Watch]:
     """The attention modules of this kind, converted or not, with a hook for those that none serves yet."""
     for owner in model.modules():
         for grids, picture, seers in sources(owner):
@@ -150,7 +148,7 @@ def watch(model: Any, kind: type[Host]) -> Iterator[Watch]:
                 yield Watch(grids, modules, handles)
 
 
-def follow_grids(model: nn.Module, kind: type[Host]) -> None:
+def follow_grids(model: nn.Module, kind: "type[Host]") -> None:
     """Give hosts of this kind the grid of the picture their sequence comes from, inside the model or at its stem."""
     for found in watch(model, kind):
         for module in found.modules:

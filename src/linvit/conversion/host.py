@@ -5,8 +5,6 @@ mechanism in, so every weight, name and hook of the original stays where it was 
 The files in `hosts/` have what is a module's own: the rest is here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -82,7 +80,7 @@ def changes_width(projection: Any) -> bool:
 
 HEADS = ("num_heads", "num_attention_heads", "heads")  # what modules call their number
 PROJECTIONS = ("qkv", "q", "wq", "q_proj", "v", "in_proj", "pwise")  # one of which reads a block's input
-BY_ORIGINAL: dict[type[nn.Module], type[Host]] = {}  # every host, by the module it stands for
+BY_ORIGINAL: "dict[type[nn.Module], type[Host]]" = {}  # every host, by the module it stands for
 
 
 class Host(nn.Module):

@@ -3,8 +3,6 @@
 A plan is an ordered list of rules and a default; the first rule that matches a host decides. "MixA with k = 6" is one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -123,7 +121,7 @@ class Plan:
             raise LinvitError(f"plan {self.name} has an option that JSON cannot hold: {error}") from None
 
     @classmethod
-    def from_dict(cls, data: Any) -> Plan:
+    def from_dict(cls, data: Any) -> "Plan":
         """A plan from what `to_dict` made, or from JSON written by hand."""
         version = data.get("version") if isinstance(data, dict) else None
         if not isinstance(version, int) or version < 1:

@@ -1,7 +1,5 @@
 """What a conversion did: layer by layer for the user, and in short for the saved model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +35,7 @@ class Conversion:
         return {**to_plain(self), "plan": self.plan.to_dict()}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Conversion:
+    def from_dict(cls, data: dict[str, Any]) -> "Conversion":
         plan = Plan.from_dict(data.get("plan"))
         return from_plain(cls, {**data, "plan": plan}, "a conversion of the config", ignore=True)
 
@@ -69,7 +67,7 @@ class Report:
     new_parameters: int = 0
     removed: tuple[str, ...] = ()
     removed_parameters: int = 0
-    sensitivity: Sensitivity | None = None
+    sensitivity: "Sensitivity | None" = None
 
     def __str__(self) -> str:
         changed = sum(layer.before != layer.after for layer in self.layers)

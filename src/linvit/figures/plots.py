@@ -1,7 +1,5 @@
 """How every picture looks, where it may be written, and the plots of a bench, a calibration and a training."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +42,7 @@ def check_picture(path: Path) -> None:
 
 
 @contextmanager
-def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
+def picture(path: Path, width: float, height: float) -> "Iterator[Figure]":
     """A figure of so many inches to draw on, written to `path` in the end; the suffix names the format."""
     import matplotlib
     from matplotlib.figure import Figure

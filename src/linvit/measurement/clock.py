@@ -5,8 +5,6 @@ Python calls cost. Calls come as a list, one per set of inputs, and are taken in
 again the cache would be measured.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time
@@ -33,7 +31,7 @@ class Timing:
     repeats: int
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Timing:
+    def of(cls, samples: Sequence[float]) -> "Timing":
         low, _, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
         return cls(median(samples), low, high, len(samples))
 

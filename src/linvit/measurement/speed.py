@@ -10,8 +10,6 @@ gradients, and nothing of the forward can still be in the cache by then. A bias,
 learned as in Swin, is read in both and its gradient written.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections import defaultdict
@@ -166,12 +164,12 @@ class Inputs:
     gradient: Tensor
 
     @classmethod
-    def draw(cls, shape: OpShape, dtype: str, device: torch.device, seed: int) -> Inputs:
+    def draw(cls, shape: OpShape, dtype: str, device: torch.device, seed: int) -> "Inputs":
         generator, outer = torch.Generator(device).manual_seed(seed), (shape.batch, shape.tokens)
         sizes = [(*outer, 3, shape.heads, shape.head_dim), *[(*outer, shape.heads * shape.head_dim)] * 2]
         return cls(*(torch.randn(size, generator=generator, device=device).to(DTYPES[dtype]) for size in sizes))
 
-    def first(self, batch: int) -> Inputs:
+    def first(self, batch: int) -> "Inputs":
         """The first few images, in float64."""
         return Inputs(*(tensor[:batch].double() for tensor in (self.packed, self.x, self.gradient)))
 

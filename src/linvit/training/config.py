@@ -4,8 +4,6 @@ The fields are flat, so that every one of them has one name on the command line.
 one of, are reached as `stages.NAME.FIELD`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -183,7 +181,7 @@ class Config:
         return cast(dict[str, Any], codec.to_plain(self))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Config:
+    def from_dict(cls, data: Mapping[str, Any]) -> "Config":
         """What `to_dict` gave, in this version of linvit or an earlier one."""
         return codec.from_plain(cls, {k: v for k, v in data.items() if k not in RETIRED}, "the recipe")
 

@@ -4,8 +4,6 @@ A batch is any tree of tensors: images and labels, or images with boxes and mask
 its tensors; only the objective and the task know what they mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,13 +38,13 @@ class BatchSource(Protocol):
 class Objective:
     """What a step minimises, such as cross entropy, distillation or attention alignment."""
 
-    teacher: Teacher | None = None
+    teacher: "Teacher | None" = None
     """The model it learns from."""
 
     distance: nn.Module | None = None
     """What measures how far activations are apart. It is compiled with the blocks, for it reads them several times."""
 
-    activations: Sequence[Activations] = ()
+    activations: "Sequence[Activations]" = ()
     """What it records inside the models."""
 
     variant: Hashable = None

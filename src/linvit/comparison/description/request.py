@@ -5,8 +5,6 @@ Runs train a candidate with a seed, speeds time its structure, teachers are trai
 Latency does not depend on the seed and wants the device for itself, hence tasks of its own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -38,7 +36,7 @@ class Request:
     """The tasks of one command, what `all` left out, and what is known of the data, by digest."""
 
     tasks: list[Task] = field(default_factory=list)
-    left_out: list[LeftOut] = field(default_factory=list)
+    left_out: "list[LeftOut]" = field(default_factory=list)
     data: dict[str | None, DataDescription] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
 

@@ -9,8 +9,6 @@
 `docs/comparison.md` has every field. Nothing is built or opened here; `request.survey` does that.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -107,7 +105,7 @@ class Comparison:
     def recipe_name(self) -> str:
         return self.recipe or ("fast" if self.mode == "distil" else "deit")
 
-    def parts(self) -> list[Comparison]:
+    def parts(self) -> "list[Comparison]":
         """The grid's parts as comparisons of their own, the main one first."""
         found = [replace(self, also=())] if self.also else [self]
         for part in self.also:
@@ -120,7 +118,7 @@ class Comparison:
         return cast(dict[str, Any], to_plain(self))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Comparison:
+    def from_dict(cls, data: Mapping[str, Any]) -> "Comparison":
         return from_plain(cls, data, "comparison")
 
 

@@ -9,8 +9,6 @@ most. A task that fails by itself is recorded and stops nobody. What others work
 `note`), and `done`, `failed` with its error, or `lost` when the worker died and the task goes to another.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +27,7 @@ POLL = 2.0  # seconds between two looks at what others work on
 TRIES = 3  # of a task whose worker dies
 
 
-def run(tasks: Sequence[Task], store: Store, place: Place, *, watch: Watch, retry: bool = False) -> Summary:
+def run(tasks: Sequence[Task], store: Store, place: Place, *, watch: Watch, retry: bool = False) -> "Summary":
     """Do the tasks in a place; how they stand in the end."""
     if not tasks:
         return Summary()

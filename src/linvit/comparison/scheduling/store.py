@@ -23,8 +23,6 @@ clock alone, so clocks of the machines may differ. Attributes may be cached for 
 there are no locks, two processes may take over the same stale claim; then both work, and one result is kept.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -138,7 +136,7 @@ class Store:
         if not isinstance(before, dict) or before.get("comparison") != data:
             write_json(path, asked)
 
-    def claim(self, task: Task, hardware: str | None = None) -> Claim | None:
+    def claim(self, task: Task, hardware: str | None = None) -> "Claim | None":
         """The right to work on a task; None where somebody alive has it, or it is finished."""
         held = take(self.claim_path(task, hardware), self.beat, self.stale)
         if held is not None and self.finished(task, hardware):

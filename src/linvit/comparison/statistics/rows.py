@@ -1,7 +1,5 @@
 """Runs that differ by their seed only make one row: means, intervals, the difference to softmax, and speeds."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +38,7 @@ class Ladder:
     time: Fit | None
     memory: Fit | None
 
-    def same_clock(self, other: Ladder) -> bool:
+    def same_clock(self, other: "Ladder") -> bool:
         """Whether two candidates were timed on the same chip in the same way."""
         return (self.chip, self.what, self.many) == (other.chip, other.what, other.many)
 
@@ -51,7 +49,7 @@ class CandidateRow:
 
     runs: list[Run]
     is_teacher: bool = False
-    baseline: CandidateRow | None = None
+    baseline: "CandidateRow | None" = None
     against: str = BASELINE  # or the teacher, where softmax was not distilled
     first: Run = field(init=False)
     label: Label = field(init=False)

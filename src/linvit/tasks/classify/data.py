@@ -8,8 +8,6 @@ Whatever the source, what comes out is `Images`: pictures by index, with their c
 without labels, because a teacher has the answers, says so: `open_images("photos", "train", unlabelled=True)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,7 +86,7 @@ class Images(Dataset):
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise Unreadable(f"cannot read image {self.filename(index)}: {first_line(error)}") from None
 
-    def renumbered(self, names: Sequence[str]) -> Images:
+    def renumbered(self, names: Sequence[str]) -> "Images":
         """The same images, labelled by where their classes stand among the names of a model's outputs."""
         if tuple(names) == self.classes:
             return self

@@ -1,7 +1,5 @@
 """How a picture becomes a model's input: size, crop and colour statistics; and how it is varied in training."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +30,7 @@ class Preprocessing:
     crop_mode: str = "center"
 
     @classmethod
-    def of(cls, model: nn.Module, size: int | None = None, crop: float | None = None) -> Preprocessing:
+    def of(cls, model: nn.Module, size: int | None = None, crop: float | None = None) -> "Preprocessing":
         """The model's own, as timm notes it. A model built for another image size knows that one."""
         noted = resolve_model_data_config(model)
         first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
@@ -80,7 +78,7 @@ class Augmentation:
     train_interpolation: str = "model"  # how a crop that is larger than the model's size is shrunk
 
     @classmethod
-    def of(cls, config: Config) -> Augmentation:
+    def of(cls, config: Config) -> "Augmentation":
         """What a recipe says."""
         names = cls.__dataclass_fields__.keys() - {"crop_ratio"}
         return cls(**{name: getattr(config, name) for name in names})

@@ -9,8 +9,6 @@ Colour operations take pixels as floats from 0 to 255, each picture with its own
 Pillow's within rounding.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, replace
@@ -52,7 +50,7 @@ class RandAugment:
     increasing: float = 0.0  # not 0: strength grows with the magnitude in every operation
 
     @classmethod
-    def parse(cls, text: str) -> RandAugment:
+    def parse(cls, text: str) -> "RandAugment":
         head, *parts = text.split("-")
         found = {}
         for part in parts:

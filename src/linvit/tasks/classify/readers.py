@@ -7,8 +7,6 @@ class folder have no labels, which is for the caller to want or not; their `clas
 folder of the split, None where there are no splits.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile
@@ -63,7 +61,7 @@ class FileReader:
             return f"{self.root}:{name}" if absolute else name
         return name if absolute or not self.class_to_idx else os.path.relpath(name, self.root)
 
-    def subset(self, indices: list[int]) -> FileReader:
+    def subset(self, indices: list[int]) -> "FileReader":
         """Some of the images."""
         places = self.places and [self.places[index] for index in indices]
         return replace(self, samples=[self.samples[index] for index in indices], chosen="", places=places, file=None)

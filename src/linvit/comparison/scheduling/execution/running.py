@@ -4,8 +4,6 @@ The result depends on the identity alone: not on the place, on what ran before i
 was killed in between. Only timings and memory differ.
 """
 
-from __future__ import annotations
-
 import base64
 import copy
 import math
@@ -84,7 +82,7 @@ def train(task: Task, store: Store, device: str, shared: int, watch: Watch | Non
     return replace(found, training=replace(found.training, peak_bytes=memory.peak, shared=shared))
 
 
-def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: Processes, memory: Memory) -> Run:
+def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: Processes, memory: "Memory") -> Run:
     sets = SHARED.data(task)
     work = store.work_folder(task.key)
     fitting = Fitting(
