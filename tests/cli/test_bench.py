@@ -165,7 +165,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize(
-    "file", sorted(RESULTS.glob("op-*.json")) + sorted(RESULTS.glob("model-*.json")), ids=lambda path: path.stem
+    "file",
+    [f for kind in ("op", "model", "training") for f in sorted(RESULTS.glob(f"{kind}-*.json"))],
+    ids=lambda f: f.stem,
 )
 def test_committed_results_are_shown(linvit: Callable[..., Outcome], file: Path) -> None:
     kind = file.name.partition("-")[0]

@@ -47,7 +47,7 @@ VERBS = {
     },
     "bench training": {
         *("model", "--data", "--plan", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader"),
-        *("--loaders", "--workers", "--device", "--output", "--resume", "--json"),
+        *("--loaders", "--workers", "--device", "--output", "--resume", "--from", "--json"),
     },
     "bench scaling": {"--mechanism", "--tokens", "--json"},
     "show masks": {"run", "--output", "--json"},

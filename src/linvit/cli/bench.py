@@ -149,7 +149,7 @@ def model(
 
 @app.command("training")
 def training(
-    model: Annotated[str, typer.Argument(help="A timm model, such as vit_tiny_patch16_224.")],
+    model: Annotated[str, typer.Argument(help="A timm model, such as vit_tiny_patch16_224.")] = "",
     data: arguments.Data = "",
     plan: arguments.PlanTexts = "",
     recipe: arguments.Recipe = "deit",
@@ -165,6 +165,7 @@ def training(
     device: arguments.Device = "auto",
     output: Output = None,
     resume: Resume = None,
+    source: Source = None,
     as_json: Json = False,
 ) -> None:
     """Train a model with softmax and converted (stella, unless --plan says otherwise), one after the other, and count
@@ -180,7 +181,7 @@ def training(
     from linvit.cli.bench_output import print_training
     from linvit.conversion import convert, parse_plan
     from linvit.conversion.plan import split_plans
-    from linvit.measurement.record import package
+    from linvit.measurement.record import package, read_result
     from linvit.tasks.classify.data import open_data
     from linvit.tasks.classify.fitting import Sets
     from linvit.tasks.classify.public import name_of, start
@@ -189,6 +190,11 @@ def training(
     from linvit.training import recipe as named_recipe
     from linvit.training.objectives.teacher import open_teacher
 
+    if source is not None:
+        finish(read_result(source, "bench training"), print_training, as_json)
+        return
+    if not model:
+        raise LinvitError("give a timm model, such as vit_tiny_patch16_224, or --from FILE")
     place = arguments.find_device(device)
     config = override(named_recipe(recipe, name_of(model)), set_ or [])
     args = arguments.pairs(model_arg, "--model-arg")
@@ -208,16 +214,16 @@ def training(
         sources = loaders_for(sets, place) if loaders else {"": sets}
 
         def measure(pair: tuple[str, str]) -> dict[str, Any]:
-            name, source = pair
+            name, kind = pair
             built = start(model, False, dict(args), images.class_count, config.seed)
             teacher = None
             if config.needs_teacher:
                 teacher = open_teacher(config.teacher) if config.teacher else copy.deepcopy(built)
             if name != "softmax" or config.stages:  # stages align layers of ours, so softmax's have to be ours too
                 convert(built, plans[name])
-            given, loading = sources[source], source != STEP_ALONE
+            given, loading = sources[kind], kind != STEP_ALONE
             row = training_speed(built, given, config, steps=steps, device=device, teacher=teacher, loading=loading)
-            return {"attention": name, **({"loader": source} if source else {}), **row}
+            return {"attention": name, **({"loader": kind} if kind else {}), **row}
 
         left = [pair for pair in product(plans, sources) if pair not in done]
         finish(file.fill(tracked(map(measure, left), f"training {model}", len(left))), print_training, as_json)
