@@ -109,7 +109,7 @@ def test_every_field_can_be_set() -> None:
         text = samples.get(field.name, "0.5,0.6" if "tuple[float" in str(field.type) else "1")
         if text is None:
             continue
-        if field.type == "bool":
+        if field.type is bool:
             text = "true"
         if field.name == "ema":
             text = "0.5"
