@@ -57,13 +57,15 @@ def add_model(
     build: Callable[..., nn.Module],
     cfg: dict[str, Any],
     instead: str = "build it with pretrained=False and train it",
+    fetches: bool = False,
 ) -> None:
-    """Register `name` with timm as a function of this module. `build` takes timm's keyword arguments."""
+    """Register `name` with timm as a function of this module. `build` takes timm's keyword arguments, and `pretrained`
+    too where it `fetches` weights of a part."""
 
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        if pretrained:
+        if pretrained and not fetches:
             raise LinvitError(f"no weights are published for {name}: {instead}")
-        model = build(name, **kwargs)
+        model = build(name, **kwargs, **({"pretrained": pretrained} if fetches else {}))
         args = {key: value for key, value in kwargs.items() if key not in TIMMS}
         model.linvit_origin = {"name": name, "args": args}  # type: ignore[assignment]  # for linvit.save
         return model

@@ -1,0 +1,1 @@
+"""Backbones: any timm model as maps at strides 4, 8, 16 and 32."""
