@@ -12,7 +12,7 @@ import torch
 
 from linvit import load, save
 from linvit.files import locked
-from linvit.tasks.classify import fitting
+from linvit.tasks import fitting
 from linvit.training.engine.step import Stepper
 from tests.cli.conftest import Outcome
 from tests.cli.training import DEIT, MODEL, SMALL, Linvit, broken, folder_of

@@ -37,7 +37,7 @@ def test_cosine_beneath_the_warm_up() -> None:
 def test_cosine_after_the_warm_up() -> None:
     rate = Schedule(peak=1.0, steps=110, warmup=10, prefix=True)
     assert rate(10) == 1.0 and rate(60) == pytest.approx(0.5) and rate(110) == 0
-    assert Schedule(peak=1.0, steps=10, cosine=False)(9) == 1.0
+    assert Schedule(peak=1.0, steps=10, kind="constant")(9) == 1.0
 
 
 def test_schedules_of_recipes() -> None:

@@ -15,7 +15,7 @@ from linvit.errors import LinvitError, unknown
 
 CHOICES = {
     "optimiser": ("adamw", "sgd", "muon"),
-    "schedule": ("cosine", "constant"),
+    "schedule": ("cosine", "constant", "step", "poly"),
     "no_decay": ("vectors", "norm_and_bias", "nothing"),
     "drop_path_rule": ("linear", "constant", "ramped"),
     "loss": ("cross_entropy", "bce"),
@@ -25,13 +25,20 @@ CHOICES = {
     "compile": ("auto", "off", "blocks", "default", "reduce-overhead", "max-autotune"),
     "objective": ("alignment", "features", "supervised"),
     "inputs": ("teacher", "student"),
+    "resize": ("square", "longest", "shortest"),
 }
-POSITIVE = "lr lr_batch muon_lr added_lr eps epochs batch_size repeats accumulate eval_epochs log_steps temperature"
+POSITIVE = (
+    "lr lr_batch muon_lr added_lr trunk_lr layer_decay eps epochs batch_size repeats accumulate eval_epochs log_steps "
+    "temperature poly_power scale_jitter multiscale"
+)
 NOT_NEGATIVE = (
     "warmup_epochs cooldown_epochs weight_decay min_lr warmup_lr clip_norm clip_value clip_agc ema_ramp colour_jitter "
     "mixup cutmix drop_path_skip mesa bn_images checkpoint_seconds logits fit features"
 )
-SHARES = "flip erasing mixup_prob mixup_switch label_smoothing distillation_weight drop_path mesa_start sparse_anneal"
+SHARES = (
+    "flip erasing mixup_prob mixup_switch label_smoothing distillation_weight drop_path mesa_start sparse_anneal "
+    "milestones"
+)
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {  # what they must be: which, and whether one is
     "above 0": (f"{POSITIVE} test_crop size random_sizes", lambda value: 0 < value < math.inf),
     "0 or more": (NOT_NEGATIVE, lambda value: 0 <= value < math.inf),
@@ -42,6 +49,11 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {  # what they must be
 }
 RETIRED = ("sparse_empty",)  # fields of earlier results that no longer mean anything
 FREE = ("log_steps", "checkpoint_seconds")  # settings that a resumed run may change
+
+
+def sparse(default: Any) -> Any:
+    """A field that is left out of files while it has its default, so that what it came after keeps its digest."""
+    return field(default=default, metadata={"sparse": True})
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,13 @@ class Config:
     muon: str = "all"  # which matrices `muon` moves, in the words of a stage's `trainable`; the rest has AdamW
     muon_lr: float = 1.0  # their rate, in rates of the rest
     added_lr: float = 1.0  # the rate of what conversion added and Muon does not move, in rates of the rest
+    trunk_lr: float = sparse(1.0)  # the rate of a dense model's trunk, in rates of the rest
+    layer_decay: float | None = sparse(None)  # each layer of the trunk learns at this part of the next one's rate
     lr: float = 5e-4
     lr_batch: int | None = None  # lr is for this many images a step and grows in proportion; None: as it is
     schedule: str = "cosine"
+    milestones: tuple[float, ...] = sparse(())  # of step: shares of the stage, after each of which the rate is a tenth
+    poly_power: float = sparse(0.9)  # of poly: the rate is (what is left of the training) to this power
     epochs: float = 300  # warm-up included, cool-down not; with stages, their sum
     warmup_epochs: float = 5
     warmup_lr: float = 1e-6
@@ -121,6 +137,10 @@ class Config:
     mixup_prob: float = 1.0
     mixup_switch: float = 0.5
     label_smoothing: float = 0
+    resize: str = sparse("square")  # dense: to a square, or keeping the aspect by the longest or the shortest side
+    multiscale: tuple[int, ...] = sparse(())  # dense: sizes of the training, drawn image by image; none: `size`
+    scale_jitter: tuple[float, float] = sparse((1.0, 1.0))  # dense: resized by a factor from this range, then cropped
+    photometric: bool = sparse(False)  # dense: brightness, contrast, saturation and hue vary
 
     # What is learnt.
     drop_path: float = 0
@@ -145,6 +165,12 @@ class Config:
         check_fields(self)
         if self.crop_scale[0] > self.crop_scale[1]:
             raise LinvitError(f"crop_scale={self.crop_scale[0]},{self.crop_scale[1]}: the smaller share comes first")
+        if self.scale_jitter[0] > self.scale_jitter[1]:
+            raise LinvitError(f"scale_jitter={self.scale_jitter[0]},{self.scale_jitter[1]}: the smaller comes first")
+        if self.schedule == "step" and not self.milestones:
+            raise LinvitError(
+                "schedule=step wants shares of the training after which the rate falls: set milestones=0.75,0.92"
+            )
         if self.ema is not None and not 0 <= self.ema < 1:
             raise LinvitError(f"ema={self.ema}: the decay must lie between 0 and 1")
         if self.mesa and self.ema is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.models import group_parameters
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
@@ -84,12 +85,14 @@ def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Par
     heads = classifier_names(model)
     matrices = named_by(model, config.muon) if config.optimiser == "muon" else set()
     added = named_by(model, "mechanism")
+    shares = rate_shares(config, model)
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in trainable.items():
         decay = config.weight_decay if decays(name, parameter, config.no_decay, own, norms) else 0.0
         table = excluded(name, own)  # of positions or relative biases: two-dimensional, and no linear map
         inner = id(parameter) in matrices and parameter.ndim == 2 and not table and not name.startswith(heads)
         times = config.muon_lr if inner else config.added_lr if id(parameter) in added else 1.0
+        times *= shares.get(id(parameter), 1.0)
         group = groups.setdefault((decay, times, inner), {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(parameter)
         if inner:
@@ -100,6 +103,25 @@ def make_optimiser(config: Config, model: nn.Module, trainable: dict[str, nn.Par
     on_device = next(iter(trainable.values())).is_cuda  # then its step can be part of a CUDA graph
     kind = Muon if config.optimiser == "muon" else torch.optim.AdamW
     return kind(given, lr=config.lr, betas=config.betas, eps=config.eps, fused=True, capturable=on_device)
+
+
+def rate_shares(config: Config, model: Any) -> dict[int, float]:
+    """The share of the rate that parameters have by `trunk_lr` and `layer_decay`, by their ids. Layers are timm's: the
+    stem, then block after block; what comes behind the trunk learns at the full rate."""
+    trunk = getattr(getattr(model, "backbone", None), "trunk", None)
+    shares = dict.fromkeys(map(id, trunk.parameters()), config.trunk_lr) if trunk is not None else {}
+    if config.layer_decay is None:
+        return shares
+    trunk = model if trunk is None else trunk
+    if not hasattr(trunk, "group_matcher"):
+        raise LinvitError(f"timm does not say which layers {type(trunk).__name__} has: set layer_decay=none")
+    layers = group_parameters(trunk, trunk.group_matcher(coarse=False), reverse=True)
+    behind = max(layers.values()) + (trunk is not model)  # a classifier is timm's last group
+    for name, parameter in trunk.named_parameters():
+        if name in layers:
+            share = config.layer_decay ** (behind - layers[name])
+            shares[id(parameter)] = share * shares.get(id(parameter), 1.0)
+    return shares
 
 
 def clip(config: Config, trainable: dict[str, nn.Parameter], norm: Tensor) -> None:
@@ -123,8 +145,8 @@ def classifier_names(model: nn.Module) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then a cosine or nothing, then a rest at the lowest. A plain function of the step, so that a
-    resumed run needs no state to go on with it."""
+    """Linear warm-up, then a cosine, steps, a power or nothing, then a rest at the lowest. A plain function of the
+    step, so that a resumed run needs no state to go on with it."""
 
     peak: float
     steps: int  # warm-up and cosine
@@ -132,16 +154,22 @@ class Schedule:
     start: float = 0.0
     lowest: float = 0.0
     prefix: bool = False  # the cosine begins after the warm-up; else the warm-up hides its first part
-    cosine: bool = True
+    kind: str = "cosine"
+    drops: tuple[int, ...] = ()  # of "step": when the rate falls to a tenth
+    power: float = 1.0  # of "poly"
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
             return self.start + (self.peak - self.start) * step / self.warmup
-        if not self.cosine:
+        if self.kind == "constant":
             return self.peak if step < self.steps else self.lowest
+        if self.kind == "step":
+            return self.peak * 0.1 ** sum(step >= drop for drop in self.drops)
         done, whole = (step - self.warmup, self.steps - self.warmup) if self.prefix else (step, self.steps)
         if done >= whole:
             return self.lowest
+        if self.kind == "poly":
+            return self.lowest + (self.peak - self.lowest) * (1 - done / whole) ** self.power
         return self.lowest + (self.peak - self.lowest) * 0.5 * (1 + math.cos(math.pi * done / whole))
 
 
@@ -158,7 +186,9 @@ def stage_schedule(config: Config, stage: Stage, steps: int, epoch_steps: float)
         start=config.warmup_lr,
         lowest=config.min_lr,
         prefix=config.warmup_prefix,
-        cosine=config.schedule == "cosine",
+        kind=config.schedule,
+        drops=tuple(round(share * (steps - rest)) for share in config.milestones),
+        power=config.poly_power,
     )
 
 

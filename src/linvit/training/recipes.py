@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from linvit.errors import unknown
 from linvit.training.config import Config, Stage
+from linvit.training.dense_recipes import DENSE_RECIPES
 
 RANDAUGMENT = "rand-m9-mstd0.5-inc1"
 REGNET = "regnety_160.deit_in1k"  # the teacher of DeiT and LeViT
@@ -182,13 +183,14 @@ RECIPES: dict[str, Callable[[str], Config]] = {
 }
 
 
-def recipe(name: str, model: str = "") -> Config:
-    """The named recipe's values for a model."""
-    if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
-    return RECIPES[name](model)
+def recipe(name: str, model: str = "", task: str = "classify") -> Config:
+    """The named recipe's values for a model. Detectors and segmenters have recipes of their own."""
+    known = RECIPES if task == "classify" else DENSE_RECIPES
+    if name not in known:
+        raise unknown("recipe" if task == "classify" else f"recipe to {task}", name, known)
+    return known[name](model)
 
 
-def list_recipes() -> list[str]:
-    """The names of the recipes."""
-    return list(RECIPES)
+def list_recipes(task: str = "classify") -> list[str]:
+    """The names of the recipes of a task."""
+    return list(RECIPES if task == "classify" else DENSE_RECIPES)

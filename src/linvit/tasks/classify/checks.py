@@ -5,9 +5,7 @@ the names it was trained with. timm's ImageNet models are told by how many outpu
 synsets, n01440764 and so on, and count where a set's classes are called so.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +15,8 @@ from torch import nn
 from linvit.conversion.convert import own_size
 from linvit.conversion.saving import label_names, note
 from linvit.errors import LinvitError
-from linvit.files import read_json
 from linvit.tasks.classify.data import Images, Split, check_outputs, first_line
-from linvit.training.config import FREE, Config
-
-RUN = "run.json"
+from linvit.training.config import Config
 
 
 def check_labels(config: Config, train: Split, validation: Split | None) -> None:
@@ -31,31 +26,6 @@ def check_labels(config: Config, train: Split, validation: Split | None) -> None
         raise LinvitError(f"{train.name} has no labels to learn from: {hint}, or put images in CLASS folders")
     if validation is not None and train.labelled and not validation.labelled:
         raise LinvitError(f"{validation.name} has no labels to validate by: put images in CLASS folders")
-
-
-def check_same(folder: Path, config: Config, identity: Mapping[str, Any]) -> None:
-    """Say what differs when somebody goes on with a run by another recipe, model or set."""
-    begun = read_json(folder / RUN)
-    if not isinstance(begun, dict) or not isinstance(begun.get("config"), dict):
-        return  # the checkpoints know as well, only not what
-    ours, settings = config.to_dict(), begun["config"].items()
-    was = next((f"{key}={value}" for key, value in settings if key not in FREE and ours.get(key) != value), None)
-    if was is None:
-        now = json.loads(json.dumps(identity))
-        was = next((in_words(key, begun[key]) for key in now if key in begun and begun[key] != now[key]), None)
-    if was is not None:
-        raise LinvitError(f"the run in {folder} was begun with {was}: resume it so, or give another folder")
-
-
-def in_words(key: str, value: Any) -> str:
-    """Something that a run was begun with, as people say it."""
-    if key == "loaders":
-        return f"loader {value[0] if len({*value}) == 1 else 'auto'}"
-    if key == "classes" and value:
-        return f"classes {', '.join(value[:3])}{', …' if len(value) > 3 else ''} in this order"
-    if key == "sets":
-        return " and ".join(f"{one['images']:,} images of {one['name']}" for one in value)
-    return f"{key} {value}" if value not in ("", None, [], {}) else f"no {key}"
 
 
 def check_size(model: nn.Module, size: tuple[int, int], channels: int) -> None:

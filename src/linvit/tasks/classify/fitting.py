@@ -2,35 +2,29 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from linvit.conversion.saving import label_names, note
-from linvit.errors import LinvitError, Unreadable, unknown
-from linvit.files import locked, write_json
-from linvit.measurement.record import environment
+from linvit.errors import LinvitError, unknown
 from linvit.tasks.classify import checks
 from linvit.tasks.classify.data import Images, Split, Stream
 from linvit.tasks.classify.metrics import Evaluation, evaluate
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
 from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
 from linvit.tasks.classify.streaming import Streamed
-from linvit.training import BatchSource, Config, Engine, Outcome, Output, Phase, Processes, Task, make_processes
-from linvit.training.checkpoints import checksum
-from linvit.training.drop_path import set_drop_path
+from linvit.tasks.fitting import Fitting
+from linvit.training import BatchSource, Config, Output, Phase, Processes, Task, make_processes
 from linvit.training.engine.phases import compiles, repeatable
 from linvit.training.objectives.stages import make_phases
 from linvit.training.objectives.teacher import Teacher
-from linvit.training.optimisation import check_trainable
 
 LOADERS = ("auto", "resident", "streamed")
 SMALL = 4 * 2**30  # bytes of decoded pictures up to which a set goes to the device by itself
 CHECKED = 2  # so many training batches at once in evaluation, which keeps nothing for a backward pass
-PATIENCE = 10.0  # seconds to wait for a folder: the workers of a killed run outlive it a little
 
 
 @dataclass(frozen=True)
@@ -94,10 +88,9 @@ class Classification(Task):
         return self.evaluate(model, None if self.best == "top1" else self.teacher).metrics()
 
 
-class Fitting:
-    """A model, data and a recipe brought together. The output's identity says how the model came about, for the run's
-    record and its checkpoints. Runs in one process can share `phases`, made for this very model by a config that
-    differs in its seed only, with the steps they have compiled."""
+class ClassifierFitting(Fitting):
+    """A classifier, images and a recipe. Runs in one process can share `phases`, made for this very model by a config
+    that differs in its seed only, with the steps they have compiled."""
 
     def __init__(
         self,
@@ -110,8 +103,8 @@ class Fitting:
         output: Output | None = None,
         phases: list[Phase] | None = None,
     ) -> None:
-        self.processes = processes = processes or make_processes(config)
-        self.config, self.output = config, output or Output()
+        processes = processes or make_processes(config)
+        super().__init__(config, processes, output)
         classes = checks.outputs_of(model)
         train, validation = checks.match_sets(sets.train, sets.validation, model, classes)
         checks.check_labels(config, train, validation)
@@ -132,22 +125,17 @@ class Fitting:
         self.checks = sets.source(validation, *place) if validation is not None else None
         self.task = Classification(validation, self.checks, processes, teacher)
         splits = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
-        known = {**self.output.identity, "sets": splits, "classes": list(label_names(model))}
         loaders = [type(source).__name__.lower() for source in (self.source, self.checks) if source is not None]
-        self.identity = {**known, "loaders": loaders}
         if self.output.models:
             note(model, crop_pct=preprocessing.crop, input_size=(len(preprocessing.mean), *preprocessing.size))
             note(model, held_out_of=validation.held_out_of if validation is not None else 0)
-        known["teacher weights"] = None if teacher is None else checksum(teacher.state_dict())
-        output = replace(self.output, identity=known)
-        self.engine = Engine(processes, model, config, self.source, phases, task=self.task, output=output)
+        known = {"sets": splits, "classes": list(label_names(model))}
+        self.assemble(model, self.task, known, loaders, teacher)
 
     def prepare(self, model: nn.Module, teacher: nn.Module | None, preprocessing: Preprocessing) -> None:
         """Bring the model into the recipe's form, and see that it, the teacher and the recipe go together."""
         config, device = self.config, self.processes.device
-        check_trainable(model, config)
-        if not set_drop_path(model, config.drop_path, config.drop_path_skip, config.drop_path_rule):
-            self.note(f"{type(model).__name__} has no place for drop path: left out" if config.drop_path else "")
+        self.prepare_model(model)
         channels, sides = len(preprocessing.mean), {(side, side) for side in config.random_sizes}
         for shape in sides | ({preprocessing.size} if config.size or sides else set()):
             checks.check_size(model, shape, channels)
@@ -155,49 +143,8 @@ class Fitting:
             teacher.to(device)
             for shape in {preprocessing.size, *sides}:
                 checks.check_teacher_size(teacher, shape, channels)
-        if compiles(config, device):
-            # The compiler gives up on a function after a few different uses of it and leaves it slow, so what it holds
-            # of earlier runs goes first.
-            torch._dynamo.reset()
-
-    def note(self, text: str) -> None:
-        if text and self.output.watch is not None:
-            self.output.watch({"kind": "note", "step": 0, "text": text})
-
-    def run(self, *, resume: bool = False) -> Outcome:
-        """Train to the end, or with `resume` go on to it. Nobody else trains into the folder meanwhile."""
-        folder, first = self.output.folder, self.processes.first
-        busy = f"another process trains into {folder}: wait for it, or give another folder"
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, wait=PATIENCE, busy=busy) if folder is not None and first else nullcontext():
-            if folder is not None and resume:
-                checks.check_same(folder, self.config, self.identity)
-            if folder is not None and first and not self.engine.state.begun:
-                record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
-                write_json(folder / checks.RUN, {**record, "environment": environment(self.processes.device)})
-            vars(self.engine.model).pop("linvit_source", None)  # from now on the weights are its own
-            try:
-                return self.engine.run(resume=resume)
-            except Unreadable as error:
-                if folder is None:
-                    raise
-                reason = "a run goes on with the same images only"
-                raise Unreadable(f"{error}; replace the file rather than delete it: {reason}") from None
-
-    @property
-    def shown(self) -> nn.Module:
-        """The model that is evaluated: the moving average of the weights where the recipe has one."""
-        return self.engine.state.shown
 
     def evaluate(self, teacher: nn.Module | None = None) -> Evaluation:
         """What the trained weights get right on the validation set, in the recipe's precision."""
         with repeatable(self.config.deterministic), torch.no_grad(), self.processes.autocast():
             return self.task.evaluate(self.shown, teacher)
-
-    def close(self) -> None:
-        """Take the objectives' hooks off the models, and end the loader's workers."""
-        for phase in self.phases:
-            phase.objective.close()
-        if isinstance(self.source, Streamed):
-            self.source.close()

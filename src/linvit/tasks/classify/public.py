@@ -17,7 +17,7 @@ from linvit.conversion.saving import read_config
 from linvit.errors import LinvitError
 from linvit.tasks.classify.checks import check_size, check_teacher_size, match_classes, outputs_of
 from linvit.tasks.classify.data import Split, open_data, open_split, undivided
-from linvit.tasks.classify.fitting import Classification, Fitting, Sets
+from linvit.tasks.classify.fitting import Classification, ClassifierFitting, Sets
 from linvit.tasks.classify.metrics import Evaluation
 from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Progress, quiet
@@ -102,7 +102,7 @@ def train(
     identity = {"model": described(model), "args": args, "plan": described(plan), "option": option}
     identity |= {"drop": ",".join(drop), "teacher": described(teacher), "pretrained": pretrained}
     where = Output(folder, watch if processes.first else None, identity)
-    fitting = Fitting(built, sets, config, teacher=guide, processes=processes, output=where)
+    fitting = ClassifierFitting(built, sets, config, teacher=guide, processes=processes, output=where)
     try:
         outcome = fitting.run(resume=resume)
     finally:

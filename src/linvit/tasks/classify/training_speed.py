@@ -31,7 +31,7 @@ from linvit.measurement.clock import Timing, synchronise
 from linvit.measurement.model_speed import TOLERANCES, exact_logits
 from linvit.measurement.speed import relative_rms
 from linvit.tasks.classify.decoding import decodes_jpegs
-from linvit.tasks.classify.fitting import Fitting, Sets
+from linvit.tasks.classify.fitting import ClassifierFitting, Sets
 from linvit.tasks.classify.streaming import Streamed
 from linvit.training.config import Config
 from linvit.training.contract import Batch, BatchSource
@@ -103,7 +103,9 @@ class TimedStage:
 
     def __init__(self, model: nn.Module, sets: Sets, settings: Config, **options: Any) -> None:
         self.model, self.windows, self.arrived, self.prepared = model, list[dict[str, Any]](), 0.0, 0.0
-        self.fitting = Fitting(model, sets, settings, output=Output(watch=self.watch, models=False), **options)
+        self.fitting = ClassifierFitting(
+            model, sets, settings, output=Output(watch=self.watch, models=False), **options
+        )
         self.source, self.device = self.fitting.source, self.fitting.processes.device
         for phase in self.fitting.phases:
             if phase.prepare is not None:

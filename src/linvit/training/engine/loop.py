@@ -242,7 +242,8 @@ def find_bad_layer(model: nn.Module, objective: Objective, batch: Batch) -> str 
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not finite(tensor):
             return f"the weights, beginning with {name}"
-    if objective.teacher is not None and not finite(objective.teacher(images_of(batch)[0])):
+    asked = objective.teacher
+    if asked is not None and not all(map(finite, tensors_of(asked.output(images_of(batch)[0])))):
         return "the teacher's answers"
     found: list[str] = []
 

@@ -110,7 +110,7 @@ class AttentionAlignment(Objective):
         (self.layers if on_teacher else self.originals).ready(images)
         activations.record()
         if on_teacher:
-            self.teacher(images)
+            self.teacher.output(images)
             calls, wanted = activations.take()
             ours = {name: self.layers.call(name, calls[name], images) for name in self.names}
         else:

@@ -81,7 +81,7 @@ def recorded(teacher: Teacher, inputs: list[str], outputs: list[str], images: Te
     activations = Activations(teacher.model, inputs, outputs)
     with activations.hooks:
         activations.record()
-        teacher(images)
+        teacher.output(images)
         calls, found = activations.take()
     return {**{f">{name}": args[0] for name, (args, _) in calls.items()}, **found}
 

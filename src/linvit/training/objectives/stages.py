@@ -10,6 +10,7 @@ from linvit.training.config import Config, Stage
 from linvit.training.contract import Objective, blocks_around_hosts
 from linvit.training.engine.phases import Phase
 from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
+from linvit.training.objectives.dense import InBody, MapAlignment, ModelLosses, body
 from linvit.training.objectives.distillation import Distillation, Supervised
 from linvit.training.objectives.least_squares import fit_projections
 from linvit.training.objectives.teacher import Teacher
@@ -29,6 +30,33 @@ def make_phases(
     for stage in config.plan_of_stages():
         solve = partial(fit_projections, asked, student, images=stage.fit) if asked is not None and stage.fit else None
         phases.append(Phase(stage, make_objective(config, stage, student, asked, labelled), solve))
+    return phases
+
+
+def make_dense_phases(config: Config, student: nn.Module, teacher: nn.Module | None = None) -> list[Phase]:
+    """Every stage of a detector's or segmenter's training. The teacher is the model before its conversion."""
+    if config.needs_teacher and teacher is None:
+        raise LinvitError(
+            f"recipe {config.recipe} learns from the original: give --plan, or a recipe without a teacher"
+        )
+    if config.distillation != "none":
+        raise LinvitError(f"distillation={config.distillation} is for classifiers: a detector or segmenter learns maps")
+    asked = None
+    if teacher is not None:
+        asked = Teacher(body(teacher), precision=LOWERED.get(config.precision))
+    phases = []
+    for stage in config.plan_of_stages():
+        solve = None
+        if asked is not None and stage.fit:
+            solve = partial(fit_projections, asked, body(student), images=stage.fit)
+        objective: Objective
+        if stage.objective == "supervised" or asked is None:
+            objective = ModelLosses(student, asked if stage.features else None, stage.features)
+        elif stage.objective == "alignment":
+            objective = InBody(AttentionAlignment(asked, body(student), inputs=stage.inputs))
+        else:
+            objective = InBody(MapAlignment(asked, body(student)))
+        phases.append(Phase(stage, objective, solve))
     return phases
 
 

@@ -44,11 +44,15 @@ class Teacher:
 
     def __call__(self, images: Tensor) -> Tensor:
         """The logits."""
+        return logits_of(self.output(images)).float()
+
+    def output(self, images: Tensor) -> Any:
+        """What the model gives."""
         if self.colours is not None:
             scale, shift = self.colours
             images = images * scale.to(images.dtype) + shift.to(images.dtype)
         with torch.no_grad(), self.arithmetic(images):
-            return logits_of(self.model(images.to(self.dtype))).float()
+            return self.model(images.to(self.dtype))
 
     def arithmetic(self, like: Tensor) -> AbstractContextManager[Any]:
         lowered = self.precision is not None and self.precision != self.dtype
@@ -99,15 +103,22 @@ def check_logits(heard: Tensor, wanted: Tensor) -> None:
 
 
 class Activations:
-    """The calls and outputs of named modules between `record` and `take`. With `cut`, gradients stop at both ends of a
+    """The calls and outputs of named modules between `record` and `take`; of a `whole` output all, else its first
+    tensor. With `cut`, gradients stop at both ends of a
     module: it learns from its own output alone, and the model goes on as if nothing were learnt."""
 
     def __init__(
-        self, model: nn.Module, calls: Collection[str] = (), outputs: Collection[str] = (), *, cut: bool = False
+        self,
+        model: nn.Module,
+        calls: Collection[str] = (),
+        outputs: Collection[str] = (),
+        *,
+        cut: bool = False,
+        whole: bool = False,
     ) -> None:
-        self.cut, self.recording, self.hooks = cut, False, ExitStack()
+        self.cut, self.whole, self.recording, self.hooks = cut, whole, False, ExitStack()
         self.calls: dict[str, Call] = {}
-        self.outputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Any] = {}
         modules = dict(model.named_modules())
         for name in (*calls, *outputs):
             if name not in modules:
@@ -127,13 +138,13 @@ class Activations:
     def after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.recording:
             return None
-        self.outputs[name] = first_tensor(output)
+        self.outputs[name] = output if self.whole else first_tensor(output)
         return map_tensors(Tensor.detach, output) if self.cut else None
 
     def record(self) -> None:
         self.recording = True
 
-    def take(self) -> tuple[dict[str, Call], dict[str, Tensor]]:
+    def take(self) -> tuple[dict[str, Call], dict[str, Any]]:
         """What was recorded; nothing of it is kept."""
         self.recording = False
         calls, outputs = self.calls, self.outputs

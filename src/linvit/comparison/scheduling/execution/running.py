@@ -31,8 +31,8 @@ from linvit.errors import LinvitError
 from linvit.measurement import count_macs, count_parameters
 from linvit.measurement.record import environment, package
 from linvit.measurement.speed import relative_rms
-from linvit.tasks.classify.checks import check_same
-from linvit.tasks.classify.fitting import Fitting, Sets
+from linvit.tasks.checks import check_same
+from linvit.tasks.classify.fitting import ClassifierFitting, Sets
 from linvit.tasks.classify.metrics import Evaluation
 from linvit.training import BatchSource, Config, Output, Processes, make_processes
 from linvit.training.engine.phases import repeatable
@@ -85,7 +85,7 @@ def train(task: Task, store: Store, device: str, shared: int, watch: Watch | Non
 def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: Processes, memory: "Memory") -> Run:
     sets = SHARED.data(task)
     work = store.work_folder(task.key)
-    fitting = Fitting(
+    fitting = ClassifierFitting(
         bench.model,
         Sets(*sets, held=SHARED.held),
         config,
@@ -165,7 +165,7 @@ class Memory:
         return max(self.windows) - sets if self.windows else None
 
 
-def clear_foreign(work: Path, fitting: Fitting) -> None:
+def clear_foreign(work: Path, fitting: ClassifierFitting) -> None:
     """Begin again where the work folder cannot be gone on with: another version's, or damaged."""
     checkpoints = fitting.engine.state.files
     if work.exists() and checkpoints is not None:
