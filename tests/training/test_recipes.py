@@ -104,7 +104,7 @@ def test_recipes_say_where_they_come_from(name: str) -> None:
 def test_every_field_can_be_set() -> None:
     samples = {"recipe": None, "stages": None, "optimiser": "sgd", "schedule": "constant", "no_decay": "nothing"}
     samples |= {"loss": "bce", "distillation": "token", "precision": "fp16", "compile": "off", "mesa": "0"}
-    samples |= {"drop_path_rule": "constant", "train_interpolation": "random", "momentum": "0.5"}
+    samples |= {"drop_path_rule": "constant", "train_interpolation": "random", "momentum": "0.5", "resize": "longest"}
     for field in fields(Config):
         text = samples.get(field.name, "0.5,0.6" if "tuple[float" in str(field.type) else "1")
         if text is None:

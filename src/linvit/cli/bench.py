@@ -184,8 +184,8 @@ def training(
     from linvit.measurement.record import package, read_result
     from linvit.tasks.classify.data import open_data
     from linvit.tasks.classify.fitting import Sets
-    from linvit.tasks.classify.public import name_of, start
     from linvit.tasks.classify.training_speed import STEP_ALONE, loaders_for, make_jpegs, training_speed
+    from linvit.tasks.kinds import name_of, start_model
     from linvit.training import override
     from linvit.training import recipe as named_recipe
     from linvit.training.objectives.teacher import open_teacher
@@ -213,9 +213,11 @@ def training(
         sets = Sets(images, loader=loader, workers=workers, held={})
         sources = loaders_for(sets, place) if loaders else {"": sets}
 
+        classes = {} if images.class_count is None else {"num_classes": images.class_count}
+
         def measure(pair: tuple[str, str]) -> dict[str, Any]:
             name, kind = pair
-            built = start(model, False, dict(args), images.class_count, config.seed)
+            built = start_model(model, config.seed, pretrained=False, args={**classes, **args})
             teacher = None
             if config.needs_teacher:
                 teacher = open_teacher(config.teacher) if config.teacher else copy.deepcopy(built)

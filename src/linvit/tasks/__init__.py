@@ -1,5 +1,5 @@
 """Tasks: data, head, loss and metric of each thing a model is trained for."""
 
-from linvit.tasks.classify.public import Trained, evaluate, train
+from linvit.tasks.public import Trained, evaluate, train
 
 __all__ = ["Trained", "evaluate", "train"]

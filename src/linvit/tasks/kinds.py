@@ -1,0 +1,145 @@
+"""What `linvit.train` and `linvit.evaluate` ask of a kind of task; classify, detect and segment each answer it."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from linvit.conversion import Plan, open_model
+from linvit.conversion.saving import read_config
+from linvit.errors import LinvitError
+from linvit.models.dense import HEADS
+from linvit.tasks.classify.resident import Progress, quiet
+from linvit.tasks.fitting import Fitting
+from linvit.training import Config, Processes
+from linvit.training.checkpoints import Watch
+
+Model = nn.Module | str | Path
+Note = Callable[[str], None]
+TASKS = ("classify", "detect", "segment")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a user wants a set to be read: where a named one lies, by which loader, with how many workers."""
+
+    root: str | Path | None = None
+    loader: str = "auto"
+    workers: int = 4
+    progress: Progress = quiet
+
+
+class Kind:
+    """A task, as far as training does not know it: its sets, its models, and how the two are brought together."""
+
+    task: str
+
+    def open_sets(self, data: Any, reading: Reading) -> Any:
+        """The training and the validation set, opened, and how they are read."""
+        raise NotImplementedError
+
+    def settle(self, config: Config, sets: Any, settings: list[str], note: Note) -> Config:
+        """The recipe as it suits the sets."""
+        return config
+
+    def start(self, model: Model, sets: Any, config: Config, *, pretrained: bool, args: dict[str, Any]) -> nn.Module:
+        """The model to train, with an output for each class of the set."""
+        raise NotImplementedError
+
+    def check_original(self, original: Any, model: str, sets: Any, plan: Plan, pretrained: bool, note: Note) -> None:
+        """Whether a model that is going to be converted has something to teach."""
+
+    def fit(self, model: nn.Module, sets: Any, config: Config, **how: Any) -> Fitting:
+        """The model, the sets and the recipe brought together."""
+        raise NotImplementedError
+
+    def open_split(self, model: Model, data: Any, split: str, reading: Reading, note: Note) -> Any:
+        """The set to measure a model on."""
+        raise NotImplementedError
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        images: Any,
+        *,
+        teacher: Model | None,
+        size: int | None,
+        config: Config,
+        processes: Processes,
+        reading: Reading,
+        note: Note,
+    ) -> Any:
+        """How good a model is on a set, in the precision and the batches of a config."""
+        raise NotImplementedError
+
+
+def kind_of(model: Model, task: str = "", head: str = "", pyramid: str = "") -> Kind:
+    """The kind that a user means: by the model where that is a detector or segmenter, else by --task and --head."""
+    known = head_of(model)
+    if known and (head or pyramid):
+        raise LinvitError(f"{described(model)} has its head, {known}: leave --head and --pyramid out")
+    if head and head not in HEADS:
+        raise LinvitError(f"unknown head '{head}'; known: {', '.join(HEADS)}")
+    found = HEADS[known or head].task if known or head else task or "classify"
+    if task and task not in TASKS:
+        raise LinvitError(f"unknown task '{task}'; known: {', '.join(TASKS)}")
+    if task and task != found:
+        raise LinvitError(f"--task {task}, but {known or head} is made to {found}: give one that fits the other")
+    if found == "classify":
+        if pyramid:
+            raise LinvitError("--pyramid is of detectors and segmenters: give --task too")
+        from linvit.tasks.classify.kind import Classify
+
+        return Classify()
+    from linvit.tasks.dense.kind import Dense
+
+    return Dense(found, head, pyramid)
+
+
+def head_of(model: Model) -> str:
+    """The name of the dense model that this is; none for others."""
+    name = name_of(model)
+    return name if name in HEADS else ""
+
+
+def start_model(model: Model, seed: int, *, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
+    """The model to train; the seed draws the weights that are not given."""
+    torch.manual_seed(seed)
+    if isinstance(model, nn.Module):
+        return model
+    built = open_model(str(model), pretrained=pretrained, args=args)
+    if is_name(model):
+        built.linvit_origin = {"name": str(model), "args": dict(args)}  # type: ignore[assignment]
+    return built
+
+
+def tell(processes: Processes, watch: Watch | None, text: str) -> None:
+    """Let the user know something: `watch` hears it where there is one, else it is a warning."""
+    if text and processes.first and watch is not None:
+        watch({"kind": "note", "step": 0, "text": text})
+    elif text and processes.first:
+        warnings.warn(text, stacklevel=3)
+
+
+def is_name(model: Model) -> bool:
+    """Whether this is a timm name."""
+    return not isinstance(model, nn.Module) and not Path(model).is_dir()
+
+
+def name_of(model: Model) -> str:
+    """The name that a recipe may go by: of a saved model its own, not its folder's."""
+    if isinstance(model, nn.Module):
+        noted: Any = getattr(model, "linvit_origin", {})
+        return str(noted.get("name") or (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or "")
+    return read_config(Path(model)).model if Path(model).is_dir() else str(model)
+
+
+def described(what: Model | Plan | None) -> Any:
+    """A model or a plan, for the run's record."""
+    if isinstance(what, Plan):
+        return what.to_dict()
+    return type(what).__name__ if isinstance(what, nn.Module) else str(what or "")

@@ -1,0 +1,160 @@
+"""Train a model by a recipe, and measure what it gets right: `linvit.train` and `linvit.evaluate`, for every task."""
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from linvit.conversion import Plan, Report, convert, open_model, open_original, parse_plan
+from linvit.errors import LinvitError
+from linvit.tasks.classify.resident import Progress, quiet
+from linvit.tasks.kinds import Model, Note, Reading, described, is_name, kind_of, name_of, tell
+from linvit.training import Config, Outcome, Output, make_processes, override
+from linvit.training import recipe as named_recipe
+from linvit.training.checkpoints import Watch
+from linvit.training.objectives.teacher import open_teacher
+
+
+@dataclass
+class Trained(Outcome):
+    """How a training ended, the model with the weights that were evaluated, and what its conversion did."""
+
+    model: nn.Module | None = None
+    report: Report | None = None
+
+
+def train(
+    model: Model,
+    data: Any,
+    recipe: str | Config = "fast",
+    *,
+    task: str = "",
+    head: str = "",
+    pyramid: str = "",
+    plan: str | Plan | None = None,
+    options: Mapping[str, Any] | None = None,
+    drop: Iterable[str] = (),
+    teacher: Model | None = None,
+    output: str | Path | None = None,
+    size: int | None = None,
+    settings: Iterable[str] = (),
+    resume: bool = False,
+    pretrained: bool = True,
+    model_args: Mapping[str, Any] | None = None,
+    root: str | Path | None = None,
+    loader: str = "auto",
+    workers: int = 4,
+    device: str = "auto",
+    watch: Watch | None = None,
+    progress: Progress = quiet,
+) -> Trained:
+    """Train a model by a recipe, in place; with a `plan`, convert it first and learn from the original.
+
+    `model` is a model, a timm name or a folder that linvit saved; `data` a name, a folder or a tar of images, or an
+    opened training and validation set. `settings` change the recipe, as `lr=1e-3`. What a recipe learns from is the
+    `teacher`, else its own, else the model before its conversion. Images without labels are learnt from it alone.
+
+    To `detect` or `segment`, a classifier becomes the trunk of a model with this `head`, by this `pyramid` where it is
+    a plain ViT; a detector or segmenter is trained as it is. See docs/dense.md.
+
+    In `output` the run is logged and kept in checkpoints, from which it goes on with `resume`, and ends in the models
+    `last` and `best`. With `ema` the averaged weights are those that are evaluated and given; `model` keeps its own.
+    Every record of the log goes to `watch`.
+    """
+    settings, drop, folder = list(settings), list(drop), None if output is None else Path(output)
+    kind = kind_of(model, task, head, pyramid)
+    config = named_recipe(recipe, name_of(model), kind.task) if isinstance(recipe, str) else recipe
+    config = override(config, settings)
+    if size is not None:
+        config = replace(config, size=size)
+    chosen = parse_plan(plan, **(options or {})) if isinstance(plan, str) else plan
+    if plan is None and (options or drop):
+        raise LinvitError("--option, --keep and --drop are of a conversion: give --plan too, or leave them out")
+    if folder is not None and folder.is_file():
+        raise LinvitError(f"{folder} is a file: give a folder")
+    processes = make_processes(config, device)
+    note = partial(tell, processes, watch)
+    sets = kind.open_sets(data, Reading(root, loader, workers, progress))
+    config = kind.settle(config, sets, settings, note)
+    if teacher is not None and not config.needs_teacher:
+        useless = f"recipe {config.recipe} has no use for a teacher"
+        raise LinvitError(f"{useless}: set distillation=soft, or leave --teacher out")
+    args = dict(model_args or {})
+    built = kind.start(model, sets, config, pretrained=pretrained, args=args)
+    guide = None
+    if config.needs_teacher:
+        guide = find_teacher(teacher or config.teacher, built, model, chosen, note)
+        if teacher is None and config.teacher is None and is_name(model) and chosen is not None:
+            kind.check_original(built, str(model), sets, chosen, pretrained, note)
+    if resume and folder is not None and not (folder / "checkpoints").exists():
+        note(f"there is nothing to resume in {folder}: begun anew")
+    report = convert(built, chosen, drop=drop) if chosen is not None else None
+    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in (options or {}).items()}
+    option = [f"{name}={value}" for name, value in words.items()] or None
+    identity = {"model": described(model), "args": args, "plan": described(plan), "option": option}
+    identity |= {"drop": ",".join(drop), "teacher": described(teacher), "pretrained": pretrained}
+    where = Output(folder, watch if processes.first else None, identity)
+    fitting = kind.fit(built, sets, config, teacher=guide, processes=processes, output=where)
+    try:
+        outcome = fitting.run(resume=resume)
+    finally:
+        fitting.close()
+    return Trained(**vars(outcome), model=fitting.shown, report=report)
+
+
+def evaluate(
+    model: Model,
+    data: Any,
+    *,
+    task: str = "",
+    teacher: Model | None = None,
+    size: int | None = None,
+    split: str = "",
+    batch: int = 256,
+    precision: str = "fp32",
+    pretrained: bool = True,
+    model_args: Mapping[str, Any] | None = None,
+    root: str | Path | None = None,
+    loader: str = "auto",
+    workers: int = 4,
+    device: str = "auto",
+    watch: Watch | None = None,
+    progress: Progress = quiet,
+) -> Any:
+    """Measure a model on every image of a set: a classifier image by image and, with a `teacher`, how often the two
+    agree; a detector by COCO's metrics, a segmenter by its mIoU.
+
+    `model` is a model, a folder that linvit saved or a timm name; `data` a name, a folder or a tar of images, or an
+    opened set. Of a set with splits the validation split is meant unless `split` says otherwise; of one without, what
+    the model's training held out, or all.
+    """
+    config = Config(batch_size=batch, precision=precision)
+    processes, reading, kind = (
+        make_processes(config, device),
+        Reading(root, loader, workers, progress),
+        kind_of(model, task),
+    )
+    note = partial(tell, processes, watch)
+    images = kind.open_split(model, data, split, reading, note)
+    if not getattr(images, "labelled", True) and teacher is None:
+        hint = "put images in CLASS folders, or give --teacher to compare with"
+        raise LinvitError(f"{images.name} has no labels: {hint}")
+    built = model if isinstance(model, nn.Module) else open_model(str(model), pretrained=pretrained, args=model_args)
+    where: dict[str, Any] = {"config": config, "processes": processes, "reading": reading, "note": note}
+    return kind.evaluate(built.to(processes.device), images, teacher=teacher, size=size, **where)
+
+
+def find_teacher(named: Model | None, built: nn.Module, model: Model, plan: Plan | None, note: Note) -> nn.Module:
+    """The named teacher, or the model itself before its conversion: as it is now, or as it was."""
+    if named is not None:
+        return named if isinstance(named, nn.Module) else open_teacher(named)
+    if plan is not None:
+        return copy.deepcopy(built)
+    found = open_original(built, described(model))
+    note(f"the teacher is the original that {described(model)} was made from")
+    return found
