@@ -57,12 +57,13 @@ class Head:
     task: str
     where: str
     extra: str = ""
+    masks: bool = False  # whether it learns and gives masks of objects
 
 
 HEADS: Mapping[str, Head] = {
     "faster_rcnn": Head("detect", "detectors.rcnn:FasterRCNN"),
-    "mask_rcnn": Head("detect", "detectors.rcnn:MaskRCNN"),
-    "cascade_mask_rcnn": Head("detect", "detectors.cascade:CascadeMaskRCNN"),
+    "mask_rcnn": Head("detect", "detectors.rcnn:MaskRCNN", masks=True),
+    "cascade_mask_rcnn": Head("detect", "detectors.cascade:CascadeMaskRCNN", masks=True),
     "picodet": Head("detect", "detectors.picodet:PicoDet"),
     "semantic_fpn": Head("segment", "segmenters.semantic_fpn:SemanticFPN"),
     "upernet": Head("segment", "segmenters.upernet:UPerNet", "transformers"),

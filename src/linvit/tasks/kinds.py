@@ -20,7 +20,8 @@ from linvit.training.checkpoints import Watch
 
 Model = nn.Module | str | Path
 Note = Callable[[str], None]
-TASKS = ("classify", "detect", "segment")
+DEFAULT_HEADS = {"detect": "faster_rcnn", "segment": "semantic_fpn"}
+TASKS = ("classify", *DEFAULT_HEADS)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def kind_of(model: Model, task: str = "", head: str = "", pyramid: str = "") -> 
         return Classify()
     from linvit.tasks.dense.kind import Dense
 
-    return Dense(found, head, pyramid)
+    return Dense(found, known or head or DEFAULT_HEADS[found], pyramid)
 
 
 def head_of(model: Model) -> str:

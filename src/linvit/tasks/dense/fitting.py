@@ -1,0 +1,188 @@
+"""Train and judge a detector or segmenter: data, recipe and teacher brought together for the engine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linvit.conversion.saving import label_names, note, noted
+from linvit.errors import LinvitError
+from linvit.models.dense import DenseModel, Target
+from linvit.tasks.dense.loading import Batch, DenseSource
+from linvit.tasks.dense.samples import Samples, match_categories
+from linvit.tasks.dense.transforms import TransformSettings, to_original
+from linvit.tasks.detect.metrics import DetectionMeter, DetectionMetrics
+from linvit.tasks.fitting import Fitting
+from linvit.tasks.segment.metrics import SegmentationMeter, SegmentationMetrics
+from linvit.training import Config, Output, Processes, Task, make_processes
+from linvit.training.engine.phases import repeatable
+from linvit.training.objectives.stages import make_dense_phases
+
+BEST = {"detect": "mAP", "segment": "mIoU"}
+MODES = {"square": "squash", "longest": "border", "shortest": "center"}  # timm's words for how images are resized
+LONGEST = 1333 / 800  # of images that are resized by their shorter side, the longer one at most
+Metrics = DetectionMetrics | SegmentationMetrics
+
+
+@dataclass(frozen=True)
+class DenseSets:
+    """What a run learns from and is validated on, and with how many workers they are read."""
+
+    train: Samples
+    validation: Samples | None = None
+    workers: int = 0
+
+
+class DenseTask(Task):
+    """The best weights have the highest mAP or mIoU, in the pixels of the original images."""
+
+    def __init__(self, task: str, samples: Samples | None, source: DenseSource | None, processes: Processes) -> None:
+        self.task, self.samples, self.source, self.processes = task, samples, source, processes
+        self.best = BEST[task] if samples is not None else ""
+
+    def evaluate(self, model: nn.Module) -> Metrics:
+        if self.samples is None or self.source is None:
+            raise LinvitError("there is no validation set to evaluate on")
+        meter = self.meter(model)
+        for images, targets in self.source.epoch(0):
+            answers = model(images, targets)
+            if isinstance(meter, DetectionMeter):
+                found = [to_original(one, target) for one, target in zip(answers, targets, strict=True)]
+                meter.add(found, [{**target, "size": target["original"]} for target in targets])
+            else:
+                found = [to_original(one.float(), target) for one, target in zip(answers, targets, strict=True)]
+                for one, target in zip(found, targets, strict=True):
+                    meter.add(one[None], [target["labels"]])
+        for rank, state in enumerate(self.processes.gather_objects(meter.state())):
+            if rank != self.processes.rank:
+                meter.merge(state)
+        return meter.compute()
+
+    def meter(self, model: nn.Module) -> DetectionMeter | SegmentationMeter:
+        assert self.samples is not None
+        names = self.samples.categories
+        return DetectionMeter(names, bool(getattr(model, "masks", False))) if self.task == "detect" else SegmentationMeter(names)
+
+    def metrics(self, model: nn.Module) -> Mapping[str, float]:
+        return self.evaluate(model).metrics()
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return model(*batch)
+
+    def resize(self, batch: Batch, size: int) -> Batch:
+        """The batch at another size, its boxes and masks with it."""
+        images, targets = batch
+        if images.shape[-1] == size == images.shape[-2]:
+            return batch
+        factors = images.new_tensor([size / images.shape[-2], size / images.shape[-1]])
+        smaller = F.interpolate(images, (size, size), mode="bilinear", antialias=True, align_corners=False)
+        return smaller, [resize_target(target, factors, size) for target in targets]
+
+
+def resize_target(target: Target, factors: Tensor, size: int) -> Target:
+    """A training target of an image that was resized by these factors, height's and width's."""
+    found = {**target, "size": (target["size"] * factors).round().long().clamp(1, size)}
+    if "boxes" in target:
+        found["boxes"] = target["boxes"] * factors.flip(0).repeat(2)
+        if "masks" in target:
+            found["masks"] = nearest(target["masks"], size)
+    else:
+        found["labels"] = nearest(target["labels"][None], size)[0]
+    return found
+
+
+def nearest(maps: Tensor, size: int) -> Tensor:
+    """Maps `(n, height, width)` of whole numbers at another size."""
+    if not len(maps):
+        return maps.new_zeros(0, size, size)
+    return F.interpolate(maps[None].float(), (size, size), mode="nearest-exact")[0].to(maps.dtype)
+
+
+class DenseFitting(Fitting):
+    """A detector or segmenter, annotated images and a recipe."""
+
+    def __init__(
+        self,
+        model: DenseModel,
+        sets: DenseSets,
+        config: Config,
+        *,
+        teacher: nn.Module | None = None,
+        processes: Processes | None = None,
+        output: Output | None = None,
+    ) -> None:
+        processes = processes or make_processes(config)
+        super().__init__(config, processes, output)
+        train, validation = match_names(model, sets)
+        settings = settings_of(model, config)
+        model.to(processes.device)
+        self.prepare_model(model)
+        if teacher is not None:
+            teacher.to(processes.device)
+        self.phases = make_dense_phases(config, model, teacher)
+        for split in (train, validation):
+            self.note(split.note if split is not None else "")
+        batch = config.batch_size // (processes.world * config.accumulate)
+        place: dict[str, Any] = {"device": processes.device, "workers": sets.workers, "seed": config.seed}
+        place |= {"rank": processes.rank, "world": processes.world}
+        self.source = DenseSource(train, settings, batch, training=True, **place)
+        self.checks = None
+        if validation is not None:
+            self.checks = DenseSource(validation, settings, batch, training=False, **place)
+        self.task = DenseTask(model.task, validation, self.checks, processes)
+        splits = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
+        if self.output.models:
+            note(model, input_size=(3, settings.size, settings.size), crop_pct=1.0, crop_mode=MODES[config.resize])
+        self.assemble(model, self.task, {"sets": splits, "classes": list(label_names(model))}, ["dense"], teacher)
+
+    def evaluate(self) -> Metrics:
+        """How good the trained weights are on the validation set, in the recipe's precision."""
+        with repeatable(self.config.deterministic), torch.no_grad(), self.processes.autocast():
+            return self.task.evaluate(self.shown.eval())
+
+    def close(self) -> None:
+        super().close()
+        if self.checks is not None:
+            self.checks.close()
+
+
+def match_names(model: DenseModel, sets: DenseSets) -> tuple[Samples, Samples | None]:
+    """Sets labelled by the model's categories. The model is given the set's names where it has none."""
+    names: Sequence[str] = label_names(model)
+    if not names:
+        names = sets.train.categories
+        if len(names) != model.num_classes:
+            raise LinvitError(
+                f"{sets.train.name} has {len(names)} categories, the model {model.num_classes}: "
+                f"give --model-arg num_classes={len(names)}"
+            )
+        note(model, label_names=tuple(names))
+    train = match_categories(sets.train, names)
+    return train, match_categories(sets.validation, names) if sets.validation is not None else None
+
+
+def settings_of(model: nn.Module, config: Config) -> TransformSettings:
+    """How images come to the model by this recipe."""
+    known = noted(model)
+    size = config.size or known["input_size"][-1]
+    return TransformSettings(
+        size=size,
+        resize=config.resize,
+        longest=round(LONGEST * size) if config.resize == "shortest" else None,
+        sizes=config.multiscale,
+        scale_jitter=None if config.scale_jitter == (1.0, 1.0) else config.scale_jitter,
+        flip=config.flip,
+        photometric=config.photometric,
+        mean=tuple(known["mean"]),
+        std=tuple(known["std"]),
+    )
+
+
+def trained_settings(model: nn.Module, size: int | None = None) -> TransformSettings:
+    """How images came to the model in its training, for judging and using it."""
+    mode = noted(model).get("crop_mode")
+    resize = next((name for name, word in MODES.items() if word == mode), "square")
+    return settings_of(model, Config(size=size, resize=resize))
