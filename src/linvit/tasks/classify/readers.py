@@ -24,20 +24,37 @@ from linvit.errors import LinvitError
 SPLITS = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "evaluation", "test")}
 SPLIT_FOLDERS = {*SPLITS["train"], *SPLITS["validation"]}
 SUFFIXES = {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"}
+ARCHIVES = (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst")
+
+
+@dataclass
+class Archive:
+    """An archive read by offset, so that threads and worker processes can share it."""
+
+    path: Path
+    file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
+
+    def read(self, start: int, size: int) -> bytes:
+        if self.file is None or self.file[0] != os.getpid():
+            self.file = (os.getpid(), os.open(self.path, os.O_RDONLY))
+        return os.pread(self.file[1], size, start)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "file": None}
 
 
 @dataclass
 class FileReader:
-    """Images with their labels: files below `root`, or places (first byte, size) in the archive that `root` is then.
-
-    Archives are read by offset, so that threads and worker processes can share a reader."""
+    """Images with their labels: files below `root`, or places (first byte, size) in the archive that `root` is then."""
 
     root: Path
     samples: list[tuple[str, int]]
     class_to_idx: dict[str, int]
     chosen: str | None
     places: list[tuple[int, int]] | None = None
-    file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
+
+    def __post_init__(self) -> None:
+        self.archive = Archive(self.root)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -46,13 +63,7 @@ class FileReader:
         name, label = self.samples[index]
         if self.places is None:
             return open(name, "rb"), label
-        if self.file is None or self.file[0] != os.getpid():
-            self.file = (os.getpid(), os.open(self.root, os.O_RDONLY))
-        start, size = self.places[index]
-        return io.BytesIO(os.pread(self.file[1], size, start)), label
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "file": None}
+        return io.BytesIO(self.archive.read(*self.places[index])), label
 
     def filename(self, index: int, absolute: bool = False) -> str:
         """The name of a file, as timm's readers give it."""
@@ -64,28 +75,33 @@ class FileReader:
     def subset(self, indices: list[int]) -> "FileReader":
         """Some of the images."""
         places = self.places and [self.places[index] for index in indices]
-        return replace(self, samples=[self.samples[index] for index in indices], chosen="", places=places, file=None)
+        return replace(self, samples=[self.samples[index] for index in indices], chosen="", places=places)
 
 
 def open_reader(path: Path, split: str, classes: dict[str, int] | None, unlabelled: bool) -> FileReader:
     """The images of a split in a folder or an archive. `classes` is the numbering that they must share; `unlabelled`,
     whether images without class folders will do."""
     if not path.exists():
-        parent = path.absolute()
-        while not parent.exists():
-            missing, parent = parent.name, parent.parent
-        close = get_close_matches(missing, [entry.name for entry in parent.iterdir()], n=1, cutoff=0.5)
-        hint = f"did you mean {parent / close[0]}?" if close else f"{parent} exists, '{missing}' in it does not"
-        raise LinvitError(f"no data at {path}; {hint}")
+        raise nothing_at(path)
     if path.is_dir():
         reader = folder_reader(path, split, classes)
-    elif path.suffix in (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst"):
+    elif path.suffix in ARCHIVES:
         reader = archive_reader(path, split, classes)
     else:
         raise LinvitError(f"{path} is neither an image folder nor a .tar archive")
     if not (reader.class_to_idx or unlabelled):
         raise no_classes(path / reader.chosen if reader.chosen else path)
     return reader
+
+
+def nothing_at(path: Path) -> LinvitError:
+    """The error for a path that does not exist, with the nearest one that does."""
+    parent = path.absolute()
+    while not parent.exists():
+        missing, parent = parent.name, parent.parent
+    close = get_close_matches(missing, [entry.name for entry in parent.iterdir()], n=1, cutoff=0.5)
+    hint = f"did you mean {parent / close[0]}?" if close else f"{parent} exists, '{missing}' in it does not"
+    return LinvitError(f"no data at {path}; {hint}")
 
 
 def is_image(name: str) -> bool:
@@ -190,17 +206,22 @@ def beside_classes(where: object, loose: list[str]) -> LinvitError:
     return LinvitError(f"{where} has {count} beside its class folders ({first}): {hint}")
 
 
-def archive_reader(path: Path, split: str, classes: dict[str, int] | None) -> FileReader:
-    """The images of an archive, `name/split/class/*.jpg` or less deep, read in place. Images right in the folder of a
-    split have no labels, nor have those of an archive of one folder."""
+def members_of(path: Path) -> list[tarfile.TarInfo]:
+    """The files in an archive that is not compressed."""
     try:
         with tarfile.open(path, "r:") as archive:
-            members = [member for member in archive if member.isfile() and is_image(member.name)]
+            return [member for member in archive if member.isfile()]
     except tarfile.CompressionError:
         raise LinvitError(f"{path} is compressed: unpack it, or pack it again without compression") from None
     except tarfile.TarError as error:
         hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else ""
         raise LinvitError(f"{path} cannot be read as an archive: {error}{hint}") from None
+
+
+def archive_reader(path: Path, split: str, classes: dict[str, int] | None) -> FileReader:
+    """The images of an archive, `name/split/class/*.jpg` or less deep, read in place. Images right in the folder of a
+    split have no labels, nor have those of an archive of one folder."""
+    members = [member for member in members_of(path) if is_image(member.name)]
     found = [(PurePosixPath(member.name), member.offset_data, member.size) for member in members]
     if not found:
         raise LinvitError(f"{path} holds no image")

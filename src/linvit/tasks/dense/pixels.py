@@ -1,0 +1,105 @@
+"""From files to pixels: photographs, maps of labels, masks of single objects. What is wrong names its file."""
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from linvit.conversion.calibration import eight_bits
+from linvit.errors import LinvitError, Unreadable
+from linvit.tasks.classify.data import first_line
+from linvit.tasks.classify.decoding import channels_first
+from linvit.tasks.dense.files import Files
+
+INDEXED = ("P", "L", "1", "I", "I;16", "I;16B", "I;16L")  # Pillow's modes with one number a pixel
+Size = tuple[int, int]  # height and width
+
+
+def open_picture(files: Files, name: str) -> Image.Image:
+    """A decoded file."""
+    try:
+        picture = Image.open(io.BytesIO(files.read(name)))
+        picture.load()
+        return picture
+    except LinvitError:
+        raise
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = f"cannot read image {files.full(name)}: {first_line(error)}"
+        raise Unreadable(f"{reason}; replace it or take it out") from None
+
+
+def read_image(files: Files, name: str, size: Size | None = None) -> Tensor:
+    """A photograph, uint8 `(3, height, width)`, turned as its EXIF says. Where annotations know its `size` they decide:
+    one that was annotated as it lies is left so."""
+    raw = open_picture(files, name)
+    picture = ImageOps.exif_transpose(raw)
+    if size is not None and size_of(picture) != size:
+        if size_of(raw) != size:
+            found, wanted = in_words(size_of(picture)), in_words(size)
+            raise LinvitError(f"{files.full(name)} has {found} pixels, its annotation says {wanted}: correct one")
+        picture = raw
+    try:
+        return channels_first(eight_bits(picture).convert("RGB"))
+    except ValueError as error:
+        raise Unreadable(f"cannot read image {files.full(name)}: {first_line(error)}") from None
+
+
+def header_size(files: Files, name: str) -> Size:
+    """The size of a photograph, turned as its EXIF says, from its header."""
+    try:
+        picture = Image.open(io.BytesIO(files.read(name)))
+        turned = picture.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise Unreadable(f"cannot read image {files.full(name)}: {first_line(error)}") from None
+    height, width = size_of(picture)
+    return (width, height) if turned else (height, width)
+
+
+def read_indices(files: Files, name: str, size: Size | None = None) -> np.ndarray:
+    """A picture whose pixels are numbers of categories or objects, `(height, width)`, of its photograph's size."""
+    picture = open_picture(files, name)
+    if picture.mode not in INDEXED:
+        hint = "give one number a pixel, by a palette or in grey"
+        raise LinvitError(f"mask {files.full(name)} has colours (mode {picture.mode}): {hint}")
+    if size is not None and size_of(picture) != size:
+        found, wanted = in_words(size_of(picture)), in_words(size)
+        raise LinvitError(f"mask {files.full(name)} has {found} pixels, its image {wanted}: give both the same size")
+    return np.array(picture)
+
+
+def draw(shape: Any, size: Size) -> np.ndarray:
+    """An object's mask, uint8 `(height, width)`, from COCO's polygons or its RLE, compressed or not."""
+    try:
+        from faster_coco_eval.core import mask as coco
+    except ImportError:
+        raise LinvitError("masks of COCO's format need faster-coco-eval: pip install faster-coco-eval") from None
+    if isinstance(shape, dict) and isinstance(shape.get("counts"), str):
+        return coco.decode({**shape, "counts": shape["counts"].encode()})
+    parts = coco.frPyObjects(shape, *size)
+    return coco.decode(coco.merge(parts) if isinstance(parts, list) else parts)
+
+
+def draw_all(shapes: list[bytes], size: Size, name: str) -> Tensor:
+    """The masks of an image's objects, uint8 `(objects, height, width)`, from the JSON of their shapes."""
+    masks = torch.zeros(len(shapes), *size, dtype=torch.uint8)
+    for place, text in enumerate(shapes):
+        try:
+            masks[place] = torch.from_numpy(draw(json.loads(text), size))
+        except LinvitError:
+            raise
+        except Exception as error:  # whatever COCO's library makes of a broken shape
+            reason = f"an object of {name} has a segmentation that cannot be drawn"
+            raise LinvitError(f"{reason} ({first_line(error)}): give polygons or RLE of the image's size") from None
+    return masks
+
+
+def size_of(picture: Image.Image) -> Size:
+    return picture.height, picture.width
+
+
+def in_words(size: Size) -> str:
+    return f"{size[1]}×{size[0]}"

@@ -1,0 +1,229 @@
+"""How an annotated image becomes a model's input: resized, cut, mirrored, with its boxes and masks in step.
+
+Randomness comes from PyTorch's global generator, as in torchvision; who wants the same picture again seeds it
+(`loading` does). Pixels stay uint8 here: they travel so, and are normalised and padded on the device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torchvision import tv_tensors
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from linvit.errors import LinvitError, unknown
+from linvit.models.dense import Target
+from linvit.tasks.dense.pixels import Size
+from linvit.tasks.dense.samples import Sample
+
+RESIZES = ("square", "longest", "shortest")
+LEAST = 1.0  # pixels that a box must be wide and tall to be learnt
+BRIGHTNESS, CONTRAST, SATURATION, HUE = (0.875, 1.125), (0.5, 1.5), (0.5, 1.5), (-0.05, 0.05)  # as SSD varies colours
+
+Parts = dict[str, Tensor]  # image, boxes and masks of a sample, as torchvision's tensors that know what they are
+
+
+@dataclass(frozen=True)
+class TransformSettings:
+    """What a recipe says of images.
+
+    `resize` says how an image comes to `size`: `square` gives both sides that size, whatever the image's shape;
+    `longest` its longer side, and `shortest` its shorter one, but the longer one `longest` at most. In training a size
+    is drawn from `sizes`, if there are any. `scale_jitter` multiplies it by a factor between two, and cuts at random
+    what is then larger than `size`. A box of which less than `min_visible` is left is not learnt, nor one that is
+    less than a pixel wide or tall. `photometric` varies brightness, contrast, saturation and hue as SSD does."""
+
+    size: int = 512
+    resize: str = "square"
+    longest: int | None = None
+    sizes: tuple[int, ...] = ()
+    scale_jitter: tuple[float, float] | None = None
+    flip: float = 0.5
+    photometric: bool = False
+    min_visible: float = 0.0
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+    def __post_init__(self) -> None:
+        if self.resize not in RESIZES:
+            raise unknown("resize", self.resize, RESIZES)
+        if min((self.size, *self.sizes)) < 1:
+            raise LinvitError(f"an image cannot have {min((self.size, *self.sizes))} pixels: give a larger size")
+        if self.scale_jitter is not None and not 0 < self.scale_jitter[0] <= self.scale_jitter[1]:
+            raise LinvitError(
+                f"scale_jitter {self.scale_jitter} is no range: give two factors above 0, the smaller first"
+            )
+
+    def resized(self, height: int, width: int, size: int, factor: float = 1.0) -> Size:
+        """Height and width of an image that comes to a size, times a factor."""
+        if self.resize == "square":
+            return (max(round(size * factor), 1),) * 2
+        if self.resize == "longest":
+            ratio = size / max(height, width)
+        else:
+            ratio = size / min(height, width)
+            if self.longest is not None:
+                ratio = min(ratio, self.longest / max(height, width))
+        return max(round(height * ratio * factor), 1), max(round(width * ratio * factor), 1)
+
+    def canvas(self, training: bool) -> int:
+        """The side to which all images are padded; 0 where it is each batch's largest."""
+        if training and self.scale_jitter is not None:
+            return self.size
+        if self.resize == "shortest":
+            return 0
+        return max((*self.sizes, self.size) if training else (self.size,))
+
+
+@dataclass(frozen=True)
+class TrainTransform:
+    """An image and what is to be learnt of it, drawn anew at each call. Crowds are left out, as torchvision's reference
+    leaves them; difficult objects stay in, for without them they would be learnt as background."""
+
+    settings: TransformSettings
+
+    def __call__(self, sample: Sample) -> tuple[Tensor, Target]:
+        settings = self.settings
+        parts, labels = parts_of(sample)
+        size = settings.sizes[int(torch.randint(len(settings.sizes), ()))] if settings.sizes else settings.size
+        factor = 1.0 if settings.scale_jitter is None else uniform(settings.scale_jitter)
+        height, width = F.get_size(parts["image"])
+        wanted = settings.resized(height, width, size, factor)
+        parts = each(parts, lambda part: resize(part, wanted))
+        whole = parts.get("boxes")
+        if settings.scale_jitter is not None:
+            cut = draw_cut(wanted, settings.size)
+            parts = each(parts, lambda part: F.crop(part, *cut))
+        if chance(settings.flip):
+            parts = each(parts, F.horizontal_flip)
+        if settings.photometric:
+            parts["image"] = distort(parts["image"])
+        image = parts["image"].as_subclass(Tensor)
+        target: Target = {"size": torch.tensor(image.shape[-2:])}
+        if whole is None:
+            return image, {**target, "labels": parts["masks"][0].as_subclass(Tensor).long()}
+        boxes = parts["boxes"].as_subclass(Tensor)
+        kept = learnable(boxes, areas(whole.as_subclass(Tensor)), settings.min_visible)
+        target |= {"boxes": boxes, "labels": labels}
+        if "masks" in parts:
+            target["masks"] = parts["masks"].as_subclass(Tensor)
+            kept &= target["masks"].flatten(1).any(1)
+        return image, {name: value if name == "size" else value[kept] for name, value in target.items()}
+
+
+@dataclass(frozen=True)
+class EvalTransform:
+    """An image as it is judged. The truths stay in the image's own pixels; `to_original` brings there what the model
+    says."""
+
+    settings: TransformSettings
+
+    def __call__(self, sample: Sample) -> tuple[Tensor, Target]:
+        image, target = self.image(sample.image)
+        target["image_id"] = torch.tensor(sample.image_id)
+        truths = {name: getattr(sample, name) for name in ("labels", "boxes", "iscrowd", "difficult", "areas", "masks")}
+        return image, {**target, **{name: value for name, value in truths.items() if value is not None}}
+
+    def image(self, image: Tensor) -> tuple[Tensor, Target]:
+        """The same for an image of which nothing is known."""
+        height, width = image.shape[-2:]
+        resized = resize(tv_tensors.Image(image), self.settings.resized(height, width, self.settings.size))
+        sizes = {"size": torch.tensor(resized.shape[-2:]), "original": torch.tensor([height, width])}
+        return resized.as_subclass(Tensor), sizes
+
+
+def to_original(prediction: Any, target: Target) -> Any:
+    """What a model says of an image, in the pixels of the original: logits `(classes, height, width)`, or a dict with
+    boxes and perhaps masks, `(n, height, width)` or `(n, 1, height, width)`."""
+    if isinstance(prediction, Tensor):
+        return stretch(prediction, target)
+    found = dict(prediction)
+    height, width = target["original"].tolist()
+    down, across = (target["original"] / target["size"]).tolist()
+    boxes = prediction["boxes"]
+    boxes = boxes * boxes.new_tensor([across, down, across, down])
+    found["boxes"] = torch.minimum(boxes.clamp(min=0), boxes.new_tensor([width, height, width, height]))
+    if "masks" in prediction:
+        found["masks"] = stretch(prediction["masks"], target)
+    return found
+
+
+def stretch(maps: Tensor, target: Target) -> Tensor:
+    """Maps `(…, height, width)` without their padding, at the original's size. What is no number is taken from the
+    nearest pixel."""
+    height, width = target["size"].tolist()
+    size = tuple(target["original"].tolist())
+    flat = maps[..., :height, :width].reshape(1, -1, height, width)
+    if not flat.shape[1]:
+        return maps.new_zeros(*maps.shape[:-2], *size)
+    if maps.is_floating_point():
+        flat = functional.interpolate(flat, size, mode="bilinear", align_corners=False)
+    else:
+        flat = functional.interpolate(flat.float(), size, mode="nearest-exact").to(maps.dtype)
+    return flat.reshape(*maps.shape[:-2], *size)
+
+
+def parts_of(sample: Sample) -> tuple[Parts, Tensor]:
+    """What has to be kept in step, and the labels of the objects that are to be learnt."""
+    image = tv_tensors.Image(sample.image)
+    if sample.boxes is None or sample.iscrowd is None:
+        return {"image": image, "masks": tv_tensors.Mask(sample.labels[None].byte())}, sample.labels
+    kept = ~sample.iscrowd
+    size: Any = {"format": "XYXY", "canvas_size": tuple(image.shape[-2:])}
+    parts: Parts = {"image": image, "boxes": tv_tensors.BoundingBoxes(sample.boxes[kept], **size)}
+    if sample.masks is not None:
+        parts["masks"] = tv_tensors.Mask(sample.masks[kept])
+    return parts, sample.labels[kept]
+
+
+def each(parts: Parts, change: Callable[[Tensor], Tensor]) -> Parts:
+    return {name: change(part) for name, part in parts.items()}
+
+
+def resize(part: Tensor, size: Size) -> Tensor:
+    """A part at another size. Masks take the nearest pixel by its centre; torchvision's own way is half a pixel off."""
+    if not isinstance(part, tv_tensors.Mask):
+        return F.resize(part, list(size), antialias=True)
+    if not len(part):
+        return tv_tensors.Mask(part.new_zeros(0, *size))
+    return tv_tensors.Mask(F.resize_image(part.as_subclass(Tensor), list(size), InterpolationMode.NEAREST_EXACT))
+
+
+def draw_cut(size: Size, most: int) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a random part that is at most so large."""
+    height, width = (min(side, most) for side in size)
+    top, left = (int(torch.randint(side - kept + 1, ())) for side, kept in zip(size, (height, width), strict=True))
+    return top, left, height, width
+
+
+def learnable(boxes: Tensor, whole: Tensor, min_visible: float) -> Tensor:
+    """Of which boxes enough is left."""
+    sides = boxes[:, 2:] - boxes[:, :2]
+    return (sides >= LEAST).all(1) & (areas(boxes) >= min_visible * whole)
+
+
+def areas(boxes: Tensor) -> Tensor:
+    return (boxes[:, 2:] - boxes[:, :2]).prod(1)
+
+
+def distort(image: Tensor) -> Tensor:
+    """Other colours: each change with a chance of one half, contrast before or after the others."""
+    early = chance(0.5)
+    steps = [(F.adjust_brightness, BRIGHTNESS), (F.adjust_saturation, SATURATION), (F.adjust_hue, HUE)]
+    steps.insert(1 if early else 3, (F.adjust_contrast, CONTRAST))
+    for step, span in steps:
+        if chance(0.5):
+            image = step(image, uniform(span))
+    return image
+
+
+def uniform(span: tuple[float, float]) -> float:
+    return span[0] + (span[1] - span[0]) * float(torch.rand(()))
+
+
+def chance(probability: float) -> bool:
+    return float(torch.rand(())) < probability
