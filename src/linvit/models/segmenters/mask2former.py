@@ -1,0 +1,156 @@
+"""Mask2Former, by transformers' pixel decoder, masked-attention decoder and loss, on any backbone.
+
+Queries each say a class, or none, and where it is. For semantic segmentation there is one true mask for each class that
+an image shows. Every layer's answer is matched with them and learns; the last one counts. As in the original, no mask
+holds the pixels that are not judged.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed, nn
+from transformers import Mask2FormerConfig
+from transformers.models.mask2former.modeling_mask2former import (
+    Mask2FormerLoss,
+    Mask2FormerPixelDecoder,
+    Mask2FormerPixelDecoderEncoderLayer,
+    Mask2FormerPreTrainedModel,
+    Mask2FormerTransformerModule,
+)
+
+from linvit.models.dense import IGNORED, Target
+from linvit.models.segmenters.base import Segmenter, resize
+
+if TYPE_CHECKING:
+    from linvit.models.backbones import Backbone
+
+WEIGHTS = {"class": 2.0, "mask": 5.0, "dice": 5.0}
+
+
+class Mask2Former(Segmenter):
+    """`channels` is the width of both decoders, a multiple of 32; the loss reads masks at so many `points`.
+
+    In evaluation the logits are the logarithms of Mask2Former's scores, the sum over queries of how likely the class is
+    times how likely the mask has the pixel. So softmax gives each class's share of the score.
+    """
+
+    def __init__(
+        self,
+        backbone: "Backbone",
+        num_classes: int,
+        *,
+        channels: int = 256,
+        queries: int = 100,
+        pixel_layers: int = 6,
+        layers: int = 9,
+        heads: int = 8,
+        pixel_feedforward: int = 1024,
+        feedforward: int = 2048,
+        points: int = 12544,
+    ) -> None:
+        super().__init__(backbone, num_classes)
+        config = Mask2FormerConfig(
+            num_labels=num_classes,
+            feature_size=channels,
+            mask_feature_size=channels,
+            hidden_dim=channels,
+            num_queries=queries,
+            encoder_layers=pixel_layers,
+            decoder_layers=layers + 1,  # transformers counts the answer before the first layer
+            num_attention_heads=heads,
+            encoder_feedforward_dim=pixel_feedforward,
+            dim_feedforward=feedforward,
+            train_num_points=points,
+            class_weight=WEIGHTS["class"],
+            mask_weight=WEIGHTS["mask"],
+            dice_weight=WEIGHTS["dice"],
+        )
+        self.decoders = Decoders(config, list(backbone.channels))
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        inside = self.decoders
+        return {
+            "backbone": [self.backbone],
+            "neck": [inside.pixel_decoder],
+            "head": [inside.query_decoder, inside.classifier],
+        }
+
+    def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Tensor | dict[str, Tensor]:
+        classes, masks = self.decoders(self.maps(images, targets))
+        with torch.autocast(images.device.type, enabled=False):
+            if self.training:
+                return self.decoders.losses(classes, masks, self.labels(images, targets))
+            chances = classes[-1].float().softmax(-1)[..., :-1]
+            places = resize(masks[-1].float(), images.shape[-2:]).sigmoid()
+            scores = torch.einsum("bqc,bqhw->bchw", chances, places)
+            return scores.clamp(min=torch.finfo(scores.dtype).tiny).log()
+
+
+class Decoders(Mask2FormerPreTrainedModel):
+    """All behind the backbone. They begin with the weights of the original code: transformers has those of the
+    attention layers, and small normal ones elsewhere, as it expects to be loaded with trained ones."""
+
+    def __init__(self, config: Mask2FormerConfig, channels: list[int]) -> None:
+        super().__init__(config)
+        self.pixel_decoder = Mask2FormerPixelDecoder(config, channels)
+        self.query_decoder = Mask2FormerTransformerModule(config.feature_size, config)
+        self.classifier = nn.Linear(config.hidden_dim, config.num_labels + 1)
+        self.criterion = Mask2FormerLoss(config, {})
+        self.post_init()
+        self.begin_as_released()
+
+    def begin_as_released(self) -> None:
+        pixels, queries = self.pixel_decoder, self.query_decoder
+        for tensor in (queries.queries_features.weight, queries.queries_embedder.weight, queries.level_embed.weight):
+            nn.init.normal_(tensor)
+        nn.init.normal_(pixels.level_embed)
+        for module in pixels.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_uniform_(module.weight, a=1)
+            elif isinstance(module, Mask2FormerPixelDecoderEncoderLayer):
+                nn.init.xavier_uniform_(module.fc1.weight)
+                nn.init.xavier_uniform_(module.fc2.weight)
+        for module in (*queries.decoder.mask_predictor.modules(), self.classifier):
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+
+    def forward(self, maps: list[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """The logits of each layer's classes, `(batch, queries, classes + 1)`, and of its masks at stride 4."""
+        pixels = self.pixel_decoder(maps)
+        answers = self.query_decoder(pixels.multi_scale_features, pixels.mask_features)
+        classes = [self.classifier(states.transpose(0, 1)) for states in answers.intermediate_hidden_states]
+        return classes, answers.masks_queries_logits
+
+    def losses(self, classes: Sequence[Tensor], masks: Sequence[Tensor], labels: Tensor) -> dict[str, Tensor]:
+        """The losses of all layers, by kind. An image without a judged pixel adds nothing."""
+        shown = [present(row) for row in labels]
+        truths = [(row == these[:, None, None]).float() for row, these in zip(labels, shown, strict=True)]
+        count = per_process(sum(len(these) for these in shown), labels.device)
+        judged = [image for image, these in enumerate(shown) if len(these)]
+        found: dict[str, list[Tensor]] = {kind: [] for kind in WEIGHTS}
+        for said, drawn in zip(classes, masks, strict=True):
+            said, drawn = said.float(), drawn.float()
+            pairs = self.criterion.matcher(drawn, said, truths, shown)
+            of_masks = self.criterion.loss_masks(drawn, truths, pairs, count)
+            found["mask"].append(of_masks["loss_mask"])
+            found["dice"].append(of_masks["loss_dice"])
+            chosen: list[Any] = [[rows[image] for image in judged] for rows in (shown, pairs)]
+            of_classes = self.criterion.loss_labels(said[judged], *chosen)["loss_cross_entropy"] if judged else None
+            found["class"].append(said.sum() * 0 if of_classes is None else of_classes)
+        return {kind: weight * torch.stack(found[kind]).sum() for kind, weight in WEIGHTS.items()}
+
+
+def present(labels: Tensor) -> Tensor:
+    """The classes that an image shows."""
+    values = labels.unique()
+    return values[values != IGNORED]
+
+
+def per_process(count: int, device: torch.device) -> Tensor:
+    """The mean of a count over all processes, one at least."""
+    mean = torch.tensor(float(count), device=device)
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.all_reduce(mean)
+        mean /= distributed.get_world_size()
+    return mean.clamp(min=1)

@@ -1,0 +1,1 @@
+"""Segmentation: how well pixels are given their class."""

@@ -1,0 +1,130 @@
+"""How well a segmenter gives pixels their class: mIoU, mAcc and pAcc, as fractions.
+
+All come from one table of pixels, true class by chosen class, summed over the images and not averaged per image:
+
+    IoU = right / (true + chosen − right),  Acc = right / true  for each class,  pAcc = right / all  over all of them
+
+mIoU and mAcc are means over classes. As in mmsegmentation, a class counts for mIoU where pixels have it or were given
+it, and for mAcc where pixels have it. Pixels of label 255 are not judged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linvit.errors import LinvitError
+from linvit.models.dense import IGNORED
+
+
+@dataclass(frozen=True)
+class SegmentationMetrics:
+    """The table of pixels, `(classes, classes + 1)`: the last column holds those for which the model chose nothing."""
+
+    categories: tuple[str, ...]
+    table: np.ndarray
+
+    @property
+    def right(self) -> np.ndarray:
+        return self.table.diagonal()
+
+    @property
+    def iou(self) -> np.ndarray:
+        """Of each class; NaN where no pixel has it and none was given it."""
+        return divide(self.right, self.table.sum(1) + self.table[:, :-1].sum(0) - self.right)
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """Of each class, the share of its pixels that were got right; NaN where no pixel has it."""
+        return divide(self.right, self.table.sum(1))
+
+    @property
+    def per_class(self) -> dict[str, float]:
+        """IoU by name of the classes that pixels have or were given."""
+        named = zip(self.categories, self.iou.tolist(), strict=True)
+        return {name: iou for name, iou in named if not np.isnan(iou)}
+
+    @property
+    def broken(self) -> int:
+        """For how many pixels the model gave NaN or infinity; they count as wrong."""
+        return int(self.table[:, -1].sum())
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers, for logs."""
+        pixels = float(self.right.sum() / self.table.sum())
+        return {"mIoU": float(np.nanmean(self.iou)), "mAcc": float(np.nanmean(self.accuracy)), "pAcc": pixels}
+
+
+class SegmentationMeter:
+    """Adds up the table batch by batch. With several processes, each has one, and one of them, or a new one, merges
+    the states of the others."""
+
+    def __init__(self, categories: Sequence[str]) -> None:
+        try:
+            from torchmetrics.classification import MulticlassConfusionMatrix
+        except ImportError:
+            raise LinvitError("mIoU comes from torchmetrics: pip install linvit[dense]") from None
+        self.categories = tuple(categories)
+        # One class more than there are, for pixels that get none. Without checks of its own it never waits.
+        self.counts: Any = MulticlassConfusionMatrix(
+            len(self.categories) + 1, ignore_index=IGNORED, validate_args=False
+        )
+
+    def add(self, predictions: Tensor, truths: Sequence[Tensor], sizes: Tensor | None = None) -> None:
+        """Judge a batch. `predictions` are logits `(batch, classes, height, width)`, or labels `(batch, height,
+        width)`; `truths` the labels of each image, `(height, width)`. Where they have another size, as the original
+        images do, logits are resized to it. `sizes`, height and width of each image without padding, cut it off."""
+        self.counts.to(predictions.device)
+        for index, truth in enumerate(truths):
+            self.refuse_strangers(truth)
+            found = predictions[index]
+            if sizes is not None:
+                height, width = sizes[index].tolist()
+                found = found[..., :height, :width]
+            chosen = self.choose(found, truth.shape[-2:])
+            self.counts.update(chosen, truth.to(predictions.device, torch.long))
+
+    def choose(self, found: Tensor, size: Sequence[int]) -> Tensor:
+        """The class chosen for each pixel; one more than there are where it is none of them."""
+        if found.ndim == 3:
+            logits = found.float()
+            if logits.shape[-2:] != torch.Size(size):
+                logits = F.interpolate(logits[None], (size[0], size[1]), mode="bilinear", align_corners=False)[0]
+            chosen = logits.argmax(0)
+            known = logits.isfinite().all(0)
+        else:
+            if found.shape != torch.Size(size):
+                raise LinvitError(
+                    f"predicted labels of {tuple(found.shape)} do not fit the truth of {tuple(size)}: give logits"
+                )
+            chosen = found.long()
+            known = (chosen >= 0) & (chosen < len(self.categories))
+        return torch.where(known, chosen, len(self.categories))
+
+    def refuse_strangers(self, truth: Tensor) -> None:
+        strange = truth[(truth != IGNORED) & ((truth < 0) | (truth >= len(self.categories)))]
+        if len(strange):
+            label, names = int(strange[0]), len(self.categories)
+            raise LinvitError(f"a pixel has label {label}, but there are {names} categories and 255 for none of them")
+
+    def state(self) -> np.ndarray:
+        """The table so far, to send to another process."""
+        return self.counts.confmat[:-1].cpu().numpy().astype(np.int64)
+
+    def merge(self, state: np.ndarray) -> None:
+        """Add the state of another process."""
+        self.counts.confmat[:-1] += torch.as_tensor(state, device=self.counts.confmat.device)
+
+    def compute(self) -> SegmentationMetrics:
+        table = self.state()
+        if not table.sum():
+            raise LinvitError("there is no labelled pixel to evaluate on")
+        return SegmentationMetrics(self.categories, table)
+
+
+def divide(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.divide(part, whole, out=np.full(len(whole), np.nan), where=whole > 0)
