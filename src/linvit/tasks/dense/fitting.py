@@ -64,7 +64,11 @@ class DenseTask(Task):
     def meter(self, model: nn.Module) -> DetectionMeter | SegmentationMeter:
         assert self.samples is not None
         names = self.samples.categories
-        return DetectionMeter(names, bool(getattr(model, "masks", False))) if self.task == "detect" else SegmentationMeter(names)
+        return (
+            DetectionMeter(names, bool(getattr(model, "masks", False)))
+            if self.task == "detect"
+            else SegmentationMeter(names)
+        )
 
     def metrics(self, model: nn.Module) -> Mapping[str, float]:
         return self.evaluate(model).metrics()

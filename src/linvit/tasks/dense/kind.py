@@ -32,16 +32,20 @@ class Dense(Kind):
         opened = open_dense(data, self.task, with_masks=self.masks) if isinstance(data, str | Path) else data
         return DenseSets(opened[0], opened[1], reading.workers)
 
-    def start(self, model: Model, sets: DenseSets, config: Config, *, pretrained: bool, args: dict[str, Any]) -> nn.Module:
+    def start(
+        self, model: Model, sets: DenseSets, config: Config, *, pretrained: bool, args: dict[str, Any]
+    ) -> nn.Module:
         classes = len(sets.train.categories)
         if head_of(model):
             if is_name(model):
                 args.setdefault("num_classes", classes)
             return start_model(model, config.seed, pretrained=pretrained, args=args)
-        around = {"pyramid": self.pyramid, "num_classes": classes}
+        around: dict[str, Any] = {"pyramid": self.pyramid, "num_classes": classes}
         torch.manual_seed(config.seed)
         if is_name(model):
-            return open_model(self.head, pretrained=pretrained, args={"backbone": str(model), "backbone_args": args, **around})
+            return open_model(
+                self.head, pretrained=pretrained, args={"backbone": str(model), "backbone_args": args, **around}
+            )
         trunk = model if isinstance(model, nn.Module) else load(model)
         name, built = origin(trunk)
         kept = {key: value for key, value in built.items() if key not in OF_THE_HEAD}
@@ -53,7 +57,9 @@ class Dense(Kind):
         """A head that was made just now has nothing to teach."""
         first = f"linvit train {model} --head {self.head} --data … --recipe finetune -o runs/original"
         then = f"linvit train runs/original/best --data … --plan {plan.name} -o runs/{plan.name}"
-        raise LinvitError(f"the head on {model} has learnt nothing yet: train it first ({first}) and convert that ({then})")
+        raise LinvitError(
+            f"the head on {model} has learnt nothing yet: train it first ({first}) and convert that ({then})"
+        )
 
     def fit(self, model: Any, sets: DenseSets, config: Config, **how: Any) -> DenseFitting:
         return DenseFitting(model, sets, config, **how)

@@ -1,1 +1,1 @@
-"""Segmentation: how well pixels are given their class."""
+"""Segmentation: metrics and drawing."""
