@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from linvit.training.objectives.teacher import open_teacher
 class Trained(Outcome):
     """How a training ended, the model with the weights that were evaluated, and what its conversion did."""
 
-    model: nn.Module | None = None
+    model: nn.Module | None = field(default=None, repr=False)
     report: Report | None = None
 
 

@@ -29,7 +29,9 @@ class Dense(Kind):
         self.masks = HEADS[head].masks
 
     def open_sets(self, data: Any, reading: Reading) -> DenseSets:
-        opened = open_dense(data, self.task, with_masks=self.masks) if isinstance(data, str | Path) else data
+        opened = (
+            open_dense(data, self.task, masks=self.masks, root=reading.root) if isinstance(data, str | Path) else data
+        )
         return DenseSets(opened[0], opened[1], reading.workers)
 
     def start(
@@ -67,7 +69,7 @@ class Dense(Kind):
     def open_split(self, model: Model, data: Any, split: str, reading: Reading, note: Note) -> Samples:
         if not isinstance(data, str | Path):
             return data
-        return open_dense_split(data, self.task, split or "validation", with_masks=self.masks)
+        return open_dense_split(data, self.task, split or "validation", masks=self.masks, root=reading.root)
 
     def evaluate(
         self,
