@@ -141,17 +141,19 @@ def test_parts_are_the_whole(kind: type[RCNN]) -> None:
     assert sorted(of_parts) == sorted(map(id, model.parameters()))
 
 
-@pytest.mark.parametrize("kind", [FasterRCNN, MaskRCNN, CascadeMaskRCNN])
+@every
 def test_learns_a_few_images(kind: type[RCNN]) -> None:
-    model = light(kind, samples=32)
+    model = light(kind, samples=16)
     images, targets = rectangles((96, 96), (96, 128))
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0)
-    for _ in range(120):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 70)
+    for _ in range(70):
         losses = model(images, targets)
         optimiser.zero_grad()
         sum(losses.values(), torch.zeros(())).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimiser.step()
+        schedule.step()
     found = seen(model, images, targets)
     assert ap50(found, targets) >= 0.9
     for each in found:
@@ -163,16 +165,13 @@ def test_learns_a_few_images(kind: type[RCNN]) -> None:
             ours, right = each["masks"][best], target["masks"][:, :height, :width]
             assert ((ours & right).sum((1, 2)) / (ours | right).sum((1, 2)) > 0.7).all()
 
-    alone = seen(model, images[:1, :, :96, :96])[0]  # without the padding that its neighbour needs
-    sure = alone["scores"] > 0.5
-    padded = found[0]["boxes"][found[0]["scores"] > 0.5]
-    assert sure.any() and (box_iou(alone["boxes"][sure], padded).amax(dim=1) > 0.9).all()
+    assert ap50(seen(model, images[:1, :, :96, :96]), targets[:1]) >= 0.9  # without the padding its neighbour needs
     assert (found[0]["boxes"] <= 96).all()
 
 
 @every
 def test_an_image_is_seen_the_same_in_any_company(kind: type[RCNN]) -> None:
-    model = light(kind, score_threshold=0.25).double().eval()
+    model = light(kind, score_threshold=0.25, detections=10).double().eval()
     images, targets = rectangles((70, 101), (128, 64))
     images = images.double()
     together = model(images, targets)
