@@ -234,6 +234,26 @@ def test_odd_targets() -> None:
     assert all(math.isfinite(value) for value in losses_of(of(*crowd)).values())
 
 
+class WithBranch(StandIn):
+    """The first map has a layer of its own, as that of a simple pyramid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = torch.nn.Conv2d(8, 8, 1)
+
+    def forward(self, images: Tensor, sizes: Tensor | None = None) -> list[Tensor]:
+        first, *others = super().forward(images, sizes)
+        return [self.branch(first), *others]
+
+
+def test_every_parameter_has_a_gradient() -> None:
+    """As DistributedDataParallel demands, also what makes the map at stride 4 that PicoDet has no use for."""
+    model = PicoDet(WithBranch(), 3, size="s")
+    sum(model(*scenes()).values()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert not model.backbone.branch.weight.grad.any() and model.backbone.trunk[0].weight.grad.any()
+
+
 def test_what_it_is_and_mistakes() -> None:
     model = PicoDet(StandIn(), 3)
     assert isinstance(model, DenseModel) and model.task == "detect" and not model.masks and model.num_classes == 3

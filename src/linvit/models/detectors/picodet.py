@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision.ops import batched_nms, generalized_box_iou_loss
 
 from linvit.errors import LinvitError, unknown
@@ -83,12 +84,14 @@ class PicoDet(DenseModel):
         padding: list[Tensor | None] = [None] * len(STRIDES)
         if sizes is not None:
             padding = [outside(sizes, stride, grid) for stride, grid in zip(STRIDES, grids, strict=True)]
-        maps = self.neck(self.backbone(images, sizes)[1:], padding[:-1])
-        logits, distances = self.head(maps, padding)
+        unused, *maps = self.backbone(images, sizes)
+        logits, distances = self.head(self.neck(maps, padding[:-1]), padding)
         cells = Cells(grids, padding, logits)
         boxes = cells.boxes(distances)
         if targets is not None and self.training:
-            return losses(logits, distances, boxes, cells, targets)
+            found = losses(logits, distances, boxes, cells, targets)
+            found["score"] = found["score"] + 0 * unused.mean()  # DistributedDataParallel waits for its gradient
+            return found
         ends = [(height, width)] * len(images) if sizes is None else sizes.tolist()
         scores = logits.sigmoid() * cells.usable[..., None]
         return [detections(*each, cells) for each in zip(scores, boxes, ends, strict=True)]
@@ -157,8 +160,8 @@ def objects(
         labels = target["labels"].to(boxes.device).long()
         place = (cells.centres, cells.strides, truths, labels, cells.usable[image])
         matched = assign(logits[image].detach(), boxes[image].detach(), *place)
-        none = truths.new_tensor([[0, 0, 1, 1]])  # at −1, for cells that have nothing to learn
-        yield torch.cat((truths, none))[matched], torch.cat((labels, labels.new_zeros(1)))[matched], matched >= 0
+        # −1 finds the zeros at the end, of which nothing is learnt
+        yield F.pad(truths, (0, 0, 0, 1))[matched], F.pad(labels, (0, 1))[matched], matched >= 0
 
 
 def detections(scores: Tensor, boxes: Tensor, size: Sequence[int], cells: Cells) -> dict[str, Tensor]:
