@@ -131,7 +131,7 @@ def test_images_without_objects_stay_in(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "one.json"
     file.write_text(json.dumps(data))
     samples, _ = open_dense(file, "detect", root=folder / "images" / "train", masks=True)
-    images, targets = next(DenseSource(samples, PLAIN, 6, training=True).epoch(0))
+    _, targets = next(DenseSource(samples, PLAIN, 6, training=True).epoch(0))
     assert sorted(len(target["boxes"]) for target in targets) == [0, 0, 0, 0, 0, 2]
     empty = next(target for target in targets if not len(target["boxes"]))
     assert empty["boxes"].shape == (0, 4) and empty["masks"].shape == (0, 96, 96)

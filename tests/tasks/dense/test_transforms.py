@@ -63,7 +63,7 @@ def test_boxes_are_in_step_with_masks(chosen: TransformSettings, height: int, wi
         assert max(image.shape[-2:]) <= chosen.size
     for box, mask in zip(target["boxes"], target["masks"], strict=True):
         assert (box - torch.tensor(box_of(mask))).abs().max() <= 1
-        assert 0 <= box.min() and box[2] <= image.shape[-1] and box[3] <= image.shape[-2]
+        assert box.min() >= 0 and box[2] <= image.shape[-1] and box[3] <= image.shape[-2]
 
 
 @settings(max_examples=40, deadline=None)
