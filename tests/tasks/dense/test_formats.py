@@ -174,6 +174,12 @@ def test_vocs_pixels_count_from_one(tmp_path: Path) -> None:
     text = f"<annotation>{size}<object><name>dog</name>{box}</object></annotation>"
     (folder / "Annotations" / "train_astronaut.xml").write_text(text)
     (folder / "ImageSets" / "Main" / "trainval.txt").write_text("train_astronaut  1\n")
+    segments = open_dense_split(tmp_path / "VOCdevkit", "segment", "train")
+    assert len(segments.categories) == 21 and segments.categories[:2] == ("background", "aeroplane")
+    (folder / "classes.txt").write_text("\n".join(CATEGORIES))  # of which 0, the background, is none
+    listed = open_dense_split(tmp_path / "VOCdevkit", "segment", "train")
+    assert listed.categories == ("background", *CATEGORIES) and listed.read(0).labels.unique().tolist() == [0, 4, 5]
+    (folder / "classes.txt").unlink()
     samples = open_dense_split(tmp_path / "VOCdevkit", "detect", "trainval")
     assert samples.read(0).boxes.tolist() == [[0, 0, 160, 160]]
     assert len(samples.categories) == 20 and samples.categories[samples.read(0).labels[0]] == "dog"
@@ -216,6 +222,10 @@ def test_pictures_are_turned_as_their_exif_says_unless_annotations_know_better(t
     data["images"][1] |= {"width": upright.height, "height": upright.width}
     note.write_text(json.dumps(data))
     assert open_dense_split(folder, "detect", "train").read(1).image.shape == (3, upright.width, upright.height)
+    mask = folder / "masks" / "train" / "chelsea.png"
+    assert open_dense_split(folder, "segment", "train").read(1).image.shape == (3, upright.height, upright.width)
+    Image.open(mask).transpose(Image.Transpose.ROTATE_90).save(mask)
+    assert open_dense_split(folder, "segment", "train").read(1).image.shape == (3, upright.width, upright.height)
 
 
 def test_without_sizes_the_files_are_asked(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def test_batches_depend_on_neither_workers_nor_the_past(kind: str, request: pyte
         next(look)
         look.close()
         assert equal(first, found + list(reading))
+        next(working.epoch(2))  # one that is given up in its middle
+        assert equal(first, list(working.epoch(3)))
     finally:
         working.close()
     assert working.kept is None

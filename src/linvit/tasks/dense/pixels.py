@@ -32,15 +32,16 @@ def open_picture(files: Files, name: str) -> Image.Image:
         raise Unreadable(f"{reason}; replace it or take it out") from None
 
 
-def read_image(files: Files, name: str, size: Size | None = None) -> Tensor:
-    """A photograph, uint8 `(3, height, width)`, turned as its EXIF says. Where annotations know its `size` they decide:
-    one that was annotated as it lies is left so."""
+def read_image(files: Files, name: str, size: Size, source: str) -> Tensor:
+    """A photograph, uint8 `(3, height, width)`, turned as its EXIF says, unless it has the `size` of its annotations
+    only as it lies. They are `source`."""
     raw = open_picture(files, name)
     picture = ImageOps.exif_transpose(raw)
-    if size is not None and size_of(picture) != size:
+    if size_of(picture) != size:
         if size_of(raw) != size:
             found, wanted = in_words(size_of(picture)), in_words(size)
-            raise LinvitError(f"{files.full(name)} has {found} pixels, its annotation says {wanted}: correct one")
+            hint = "give both the same size"
+            raise LinvitError(f"image {files.full(name)} has {found} pixels, and {wanted} by {source}: {hint}")
         picture = raw
     try:
         return channels_first(eight_bits(picture).convert("RGB"))

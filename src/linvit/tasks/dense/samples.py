@@ -110,7 +110,8 @@ class DetectSamples(Samples):
 
     def read(self, index: int) -> Sample:
         row, objects = self.rows[index], self.objects
-        image = read_image(self.files, row.image, row.size)
+        assert row.size is not None
+        image = read_image(self.files, row.image, row.size, "its annotation")
         chosen = slice(row.first, row.last)
         parts = (objects.labels, objects.boxes, objects.iscrowd, objects.difficult, objects.areas)
         found = Sample(image, row.id, *(torch.from_numpy(part[chosen].copy()) for part in parts))
@@ -152,8 +153,8 @@ class SegmentSamples(Samples):
 
     def read(self, index: int) -> Sample:
         row = self.rows[index]
-        image = read_image(self.files, row.image)
-        numbers = read_indices(self.files, row.mask, (image.shape[1], image.shape[2]))
+        numbers = read_indices(self.files, row.mask)
+        image = read_image(self.files, row.image, (numbers.shape[0], numbers.shape[1]), self.files.full(row.mask))
         labels = self.labels[np.clip(numbers, 0, len(self.labels) - 1)]
         odd = labels < 0
         if odd.any():
