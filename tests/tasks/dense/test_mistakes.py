@@ -122,6 +122,20 @@ def test_masks(mask: np.ndarray, message: str, tmp_path: Path) -> None:
         open_dense_split(folder, "segment", "train").read(0)
 
 
+def test_masks_in_black_and_white(tmp_path: Path) -> None:
+    folder = write_ade(tmp_path)
+    (folder / "objectInfo150.txt").unlink()
+    (folder / "classes.txt").write_text("nothing\nsomething")
+    for mask in folder.glob("annotations/*/*.png"):
+        white = np.array(Image.open(mask)) > 0
+        Image.fromarray(np.where(white, 255, 0).astype(np.uint8)).save(mask)
+    with pytest.raises(LinvitError, match="training has masks of 0 and 255 alone, and 255 is not judged: write 1 for"):
+        open_dense(folder, "segment")
+    for mask in folder.glob("annotations/*/*.png"):
+        Image.open(mask).convert("1").save(mask)  # one bit a pixel: 0 and 1
+    assert open_dense(folder, "segment")[0].read(0).labels.unique().tolist() == [0, 1]
+
+
 def test_missing_files(tmp_path: Path) -> None:
     ade, voc, coco = write_ade(tmp_path / "ade"), write_voc(tmp_path / "voc"), write_coco(tmp_path / "coco")
     (ade / "annotations" / "training" / "coffee.png").unlink()

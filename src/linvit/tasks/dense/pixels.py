@@ -69,7 +69,7 @@ def read_indices(files: Files, name: str, size: Size | None = None) -> np.ndarra
     if size is not None and size_of(picture) != size:
         found, wanted = in_words(size_of(picture)), in_words(size)
         raise LinvitError(f"mask {files.full(name)} has {found} pixels, its image {wanted}: give both the same size")
-    return np.array(picture)
+    return np.asarray(picture).astype(np.int32)
 
 
 def draw(shape: Any, size: Size) -> np.ndarray:

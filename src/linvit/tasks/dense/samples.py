@@ -123,8 +123,8 @@ class DetectSamples(Samples):
         shapes = list(self.objects.shapes[row.first : row.last])
         if not row.mask:
             return draw_all(shapes, size, self.files.full(row.image))
-        numbers = torch.from_numpy(read_indices(self.files, row.mask, size).astype(np.int64))
-        return (numbers == torch.tensor(shapes, dtype=torch.int64)[:, None, None]).byte()
+        numbers = torch.from_numpy(read_indices(self.files, row.mask, size))
+        return (numbers == torch.tensor(shapes, dtype=torch.int32)[:, None, None]).byte()
 
     def relabelled(self, categories: tuple[str, ...], places: list[int]) -> "DetectSamples":
         labels = np.asarray(places, dtype=np.int64)[self.objects.labels]
