@@ -1,7 +1,7 @@
 """From files to pixels: photographs, maps of labels, masks of single objects. What is wrong names its file."""
 
 import io
-import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -85,11 +85,11 @@ def draw(shape: Any, size: Size) -> np.ndarray:
 
 
 def draw_all(shapes: list[bytes], size: Size, name: str) -> Tensor:
-    """The masks of an image's objects, uint8 `(objects, height, width)`, from the JSON of their shapes."""
+    """The masks of an image's objects, uint8 `(objects, height, width)`, from their shapes, pickled."""
     masks = torch.zeros(len(shapes), *size, dtype=torch.uint8)
-    for place, text in enumerate(shapes):
+    for place, shape in enumerate(shapes):
         try:
-            masks[place] = torch.from_numpy(draw(json.loads(text), size))
+            masks[place] = torch.from_numpy(draw(pickle.loads(shape), size))
         except LinvitError:
             raise
         except Exception as error:  # whatever COCO's library makes of a broken shape

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from linvit.errors import LinvitError
 from linvit.models.dense import IGNORED
@@ -51,7 +50,7 @@ class Row(NamedTuple):
 
 
 @dataclass(eq=False)
-class Samples(Dataset):
+class Samples:
     """One split of a set: `read(index)` gives a `Sample`. Labels count `categories` from 0."""
 
     name: str
@@ -71,9 +70,6 @@ class Samples(Dataset):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.read(index)
 
     def read(self, index: int) -> Sample:
         """An image with what is on it; what is wrong with it is an error that names the file."""
@@ -96,7 +92,7 @@ class Objects:
     iscrowd: np.ndarray
     difficult: np.ndarray
     areas: np.ndarray
-    shapes: Sequence[Any] = ()  # COCO's polygons or RLE as JSON, or an object's number in the image's mask file
+    shapes: Sequence[Any] = ()  # COCO's polygons or RLE, pickled, or an object's number in the image's mask file
 
 
 @dataclass(eq=False)
