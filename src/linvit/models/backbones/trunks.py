@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers import to_2tuple
 from timm.models.eva import Eva
+from timm.models.mvitv2 import MultiScaleVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from linvit.conversion.convert import own_size
+from linvit.conversion.convert import convert, find_hosts, own_size
 from linvit.conversion.host import Host
 from linvit.conversion.opening import create_model
 from linvit.conversion.rebuilding import inner, parameters
@@ -54,11 +56,23 @@ def build_trunk(name: str, pretrained: bool, args: Mapping[str, Any]) -> tuple[n
             args = {key: value for key, value in ANY_SIZE.items() if key in taken} | {"num_classes": 0} | args
         else:
             args["features_only"] = True
-        twin = create_model(name, False, args, "backbone", "")
-        layout = survey(name, twin)
+        try:
+            twin = create_model(name, False, args, "backbone", "")
+        except LinvitError as error:
+            raise LinvitError(f"{name} cannot be a backbone: timm has no way to its maps") from error
+        free_sizes(twin)
+        layout = survey(name, twin, to_2tuple(args.get("img_size") or own_size(inner(twin))))
     trunk = create_model(name, pretrained, args, "backbone", "pretrained=False")
+    free_sizes(trunk)
     drop_parameters(trunk, layout.unused)
     return trunk, layout
+
+
+def free_sizes(trunk: nn.Module) -> None:
+    """timm's MViTv2 has relative positions for one size. As a host of softmax it resizes them, like its authors' code."""
+    hosts = find_hosts(trunk)
+    if isinstance(trunk, MultiScaleVit) and not any(isinstance(module, Host) for _, module in hosts):
+        convert(trunk, "softmax")
 
 
 def maps_of(trunk: Any, images: Tensor, indices: Sequence[int] | None = None, mask: Tensor | None = None) -> Any:
@@ -72,15 +86,14 @@ def maps_of(trunk: Any, images: Tensor, indices: Sequence[int] | None = None, ma
     return trunk.forward_intermediates(images, indices=wanted, intermediates_only=True, **given)
 
 
-def survey(name: str, twin: nn.Module) -> Layout:
-    """Try a trunk on the meta device."""
+def survey(name: str, twin: nn.Module, own: tuple[int, int]) -> Layout:
+    """Try a trunk on the meta device; `own` is the size that it is built for."""
     channels = getattr(inner(twin), "in_chans", 3)
 
     def shapes(size: tuple[int, int]) -> list[tuple[int, ...]]:
         with torch.no_grad():
             return [tuple(found.shape[1:]) for found in maps_of(twin, torch.empty(2, channels, *size))]
 
-    own = own_size(inner(twin))
     try:
         found = shapes(own)
     except (RuntimeError, NotImplementedError) as error:
@@ -90,8 +103,9 @@ def survey(name: str, twin: nn.Module) -> Layout:
     strides = tuple(at) if len(at) == 1 else choose_strides(name, sorted(exact), at)
     indices = tuple(at[stride] for stride in strides)
     multiple = next((m for m in MULTIPLES if takes(shapes, m, indices, strides)), None)
-    maps = maps_of(twin.train(), torch.empty(2, channels, *own), indices)
-    torch.stack([found.sum() for found in maps]).sum().backward()
+    with torch.enable_grad():
+        maps = maps_of(twin.train(), torch.empty(2, channels, *own), indices)
+        torch.stack([found.sum() for found in maps]).sum().backward()
     return Layout(
         indices,
         tuple(found[index][0] for index in indices),
