@@ -105,8 +105,10 @@ def origin(
                 kind = type(model).__name__
                 raise LinvitError(f"this {kind} has no timm name: give model_name='…' and model_args={{…}}")
             known = {**(noted.get("args", {}) if name == noted.get("name") else {}), **(args or {})}
-            found = {**known, **discover(model, rebuild(name, known))}
-            again = rebuild(name, found)
+            again = rebuild(name, known)
+            found = {**known, **discover(model, again)}
+            if found != known:
+                again = rebuild(name, found)
             lacking = "'img_size': …" if "img_size" in parameters(inner(again)) - found.keys() else "…"
             hint = f"give model_args={{{lacking}}}"
         install_layers(again, layers)

@@ -82,10 +82,13 @@ def test_timms_own_maps(kind: Kind) -> None:
     for found, level in zip(backbone(images(height, width)), reference, strict=True):
         torch.testing.assert_close(found, level)
     if kind.multiple > 1 or kind.only:
-        padded = images(height, width)
-        padded[..., height - 5 :, :] = padded[..., width - 9 :] = 0
-        for stride, found, level in zip(LEVELS, backbone(padded[..., :-5, :-9]), theirs(padded), strict=True):
-            torch.testing.assert_close(found, level[..., : -(-(height - 5) // stride), : -(-(width - 9) // stride)])
+        height, width = height - 5, width - 9
+        odd = images(height, width)
+        whole = kind.only or (-(-height // kind.multiple) * kind.multiple, -(-width // kind.multiple) * kind.multiple)
+        padded = torch.zeros(2, 3, *whole)
+        padded[..., :height, :width] = odd
+        for stride, found, level in zip(LEVELS, backbone(odd), theirs(padded), strict=True):
+            torch.testing.assert_close(found, level[..., : -(-height // stride), : -(-width // stride)])
 
 
 @torch.no_grad()
