@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from linvit.models.backbones import make_backbone
 from linvit.models.dense import IGNORED
 from linvit.models.segmenters.mask2former import Mask2Former
 from tests.models.segmenters.pictures import CLASSES, Strided, ignored, shapes
@@ -97,3 +98,11 @@ def test_parameters_are_those_published() -> None:
             model = Mask2Former(Strided(channels), 150)
         own = sum(p.numel() for part in ("neck", "head") for m in model.parts()[part] for p in m.parameters())
         assert round((trunk + own) / 1e6) == published
+
+
+def test_parameters_with_the_adapter_are_those_of_castling_vit() -> None:
+    """118 M with ViT-B: its 85.8, the decoders' 20.3, and 11.9 of an adapter without the extractors' MLPs."""
+    with torch.device("meta"):
+        backbone = make_backbone("vit_base_patch16_224", pyramid="adapter", pyramid_args={"mlp_ratio": 0})
+        model = Mask2Former(backbone, 150)
+    assert sum(p.numel() for p in model.parameters()) == 118_016_951

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit import LinvitError
+from linvit.measurement.macs import count_macs
 from linvit.models.dense import IGNORED
 from linvit.models.segmenters.mask2former import Mask2Former
 from linvit.models.segmenters.semantic_fpn import SemanticFPN
@@ -121,6 +122,12 @@ def test_half_precision_learns_in_single(build: Build) -> None:
     assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())
     total(losses).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@every
+def test_is_counted_without_data(build: Build) -> None:
+    model = build()
+    assert count_macs(model, (3, 64, 96)) > count_macs(model.backbone, (3, 64, 96)) > 0
 
 
 @every

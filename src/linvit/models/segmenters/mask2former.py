@@ -19,6 +19,7 @@ from transformers.models.mask2former.modeling_mask2former import (
     Mask2FormerTransformerModule,
 )
 
+from linvit.attention.mechanism import outside_autocast
 from linvit.models.dense import IGNORED, Target
 from linvit.models.segmenters.base import Segmenter, resize
 
@@ -78,7 +79,7 @@ class Mask2Former(Segmenter):
 
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Tensor | dict[str, Tensor]:
         classes, masks = self.decoders(self.maps(images, targets))
-        with torch.autocast(images.device.type, enabled=False):
+        with outside_autocast(images.device):
             if self.training:
                 return self.decoders.losses(classes, masks, self.labels(images, targets))
             chances = classes[-1].float().softmax(-1)[..., :-1]
