@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from linvit.models.backbones import make_backbone
 from linvit.models.dense import IGNORED
-from linvit.models.segmenters.mask2former import Mask2Former
+from linvit.models.segmenters.mask2former import Mask2Former, per_process
 from tests.models.segmenters.pictures import CLASSES, Strided, ignored, shapes
 
 transformers = pytest.importorskip("transformers")
@@ -86,6 +86,14 @@ def test_classes_that_an_image_shows_are_its_masks(monkeypatch: pytest.MonkeyPat
     ((truths, shown),) = seen
     assert shown[0].tolist() == [0, 2]
     assert torch.equal(truths[0], torch.stack([labels[0] == 0, labels[0] == 2]).float())
+
+
+def test_masks_are_counted_over_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert per_process(0, torch.device("cpu")) == 1
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda count: count.add_(5))  # the other process has 5
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    assert per_process(3, torch.device("cpu")) == 4
 
 
 def test_parameters_are_those_published() -> None:

@@ -139,6 +139,18 @@ def test_parts_hold_every_parameter_once(build: Build) -> None:
 
 
 @every
-def test_training_wants_targets(build: Build) -> None:
+def test_tables_are_not_decayed(build: Build) -> None:
+    model = build()
+    names = model.no_weight_decay()
+    assert "backbone.trunk.0.0.0.bias" in names and names <= dict(model.named_parameters()).keys()
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    assert embeddings <= {id(model.get_parameter(name)) for name in names}
+
+
+@every
+def test_mistakes_are_one_line(build: Build) -> None:
+    model, (images, targets) = build().train(), shapes()
     with pytest.raises(LinvitError, match="wants targets"):
-        build().train()(torch.randn(2, 3, 64, 64))
+        model(images)
+    with pytest.raises(LinvitError, match="labels of 64×64 pixels for images of 64×32"):
+        model(images[..., :32], targets)

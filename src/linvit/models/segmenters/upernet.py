@@ -46,8 +46,8 @@ class UPerNet(Segmenter):
         maps = list(backbone.channels)
         self.head = UperNetHead(config, maps)
         self.auxiliary = UperNetFCNHead(config, maps, in_index=AUXILIARY_MAP)
-        last: Any = self.auxiliary.convs[-1]
-        for block in (self.head.fpn_bottleneck, last):
+        convolutions: Any = self.auxiliary.convs
+        for block in (self.head.fpn_bottleneck, convolutions[-1]):
             block.activation = nn.Sequential(nn.ReLU(), nn.Dropout2d(dropout))
         for head in (self.head, self.auxiliary):
             begin_undecided(head.classifier)
