@@ -52,6 +52,8 @@ class RCNN(DenseModel):
         self.backbone, self.num_classes = backbone, num_classes
         self.neck = feature_pyramid(backbone.channels, width, pooled=True)
         strides = (*backbone.strides, 2 * backbone.strides[-1])
+        if len(anchor_sizes) != len(strides):
+            raise LinvitError(f"anchor_sizes are one for each stride of {strides}, got {tuple(anchor_sizes)}")
         self.rpn = RegionProposalNetwork(
             Anchors(anchor_sizes, anchor_ratios, strides),
             ProposalHead(width, len(anchor_ratios)),
