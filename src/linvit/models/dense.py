@@ -48,6 +48,10 @@ class DenseModel(nn.Module):
         """What the model consists of, from the image on, for counting and timing by part."""
         raise NotImplementedError
 
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that are tables rather than weights, which are not decayed."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Any:
         raise NotImplementedError
 

@@ -24,10 +24,6 @@ class Segmenter(DenseModel):
         self.backbone = backbone
         self.num_classes = num_classes
 
-    def no_weight_decay(self) -> set[str]:
-        """Parameters that are tables rather than weights, which are not decayed."""
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
-
     def maps(self, images: Tensor, targets: Sequence[Target] | None) -> list[Tensor]:
         """The backbone's four maps. Targets tell which part of an image is padding."""
         return self.backbone(images, sizes_of(images, targets))
