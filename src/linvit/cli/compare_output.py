@@ -130,7 +130,7 @@ def ended(task: Task, record: dict[str, Any], store: Store) -> str:
     if record["kind"] != "done":
         return f"{name(task)}: {record['kind']}: {record.get('error') or record.get('text')}"
     found = store.result(task)
-    top1 = f"top-1 {found.top1:.2f}" if isinstance(found, Run) else "timed"
+    top1 = f"top-1 {found.score:.2f}" if isinstance(found, Run) else "timed"
     return f"{name(task)}: {top1}, {duration(found.seconds if found else 0)}"
 
 
@@ -201,7 +201,7 @@ def result_cells(row: CandidateRow, timing: SpeedPoint | None) -> list[object]:
     def spread(interval: tuple[float, float] | None) -> str:
         return f" ±{(interval[1] - interval[0]) / 2:.2f}" if interval else ""
 
-    top1 = f"{row.top1.mean:.2f}{spread(row.top1.interval)}"
+    top1 = f"{row.score.mean:.2f}{spread(row.score.interval)}"
     delta = "–" if row.delta is None else f"{row.delta.mean:+.2f}{spread(row.delta.interval)}"
     model, latency = row.first.model, None if timing is None else timing.median
     counts = [f"{model.parameters / 1e6:.2f}", f"{model.macs / 1e6:,.0f}", "–" if latency is None else f"{latency:.2f}"]
@@ -213,7 +213,7 @@ def json_rows(setting: Setting, keys: Sequence[str] = ()) -> list[dict[str, Any]
     told = []
     for row, timing, _ in timed_rows(setting, keys):
         label = {name: getattr(row.label, name) for name in ("candidate", "mode", "patch", "size")}
-        found: dict[str, Any] = {"top1": row.top1.mean, "top1_interval": row.top1.interval, "interval": row.interval}
+        found: dict[str, Any] = {"top1": row.score.mean, "top1_interval": row.score.interval, "interval": row.interval}
         found |= {"difference": row.delta and row.delta.mean, "difference_interval": row.delta and row.delta.interval}
         counts = {name: getattr(row.first.model, name) for name in ("parameters", "macs", "tokens")}
         against, kind = row.against if row.delta else None, "teacher" if row.is_teacher else "run"

@@ -87,7 +87,7 @@ def main_rows(setting: Setting) -> list[CandidateRow]:
     """The rows of the place with the most runs; of equals the smallest patch, where there are the most tokens."""
     places = setting.places(teachers=False)
     found = max(places, key=lambda rows: (sum(len(row.runs) for row in rows), -rows[0].patch))
-    return sorted(found, key=lambda row: -row.top1.mean)
+    return sorted(found, key=lambda row: -row.score.mean)
 
 
 def clocks(rows: Sequence[CandidateRow]) -> list[Ladder]:
@@ -138,7 +138,7 @@ def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Pi
         speeds = [(timing.batch / (timing.median or 1.0), timing, row) for timing, row in timed]
     fastest = max(speed for speed, _, _ in speeds)
     near = [(timing, row) for speed, timing, row in speeds if speed * SAME_SPEED >= fastest]
-    timing, row = softmax if softmax and softmax in near else max(near, key=lambda found: found[1].top1.mean)
+    timing, row = softmax if softmax and softmax in near else max(near, key=lambda found: found[1].score.mean)
     rivals = tuple(sorted(other.name for _, other in near if other is not row))
     ratio, lost = timing.ratio, ""
     if ratio is None and softmax is not None:
@@ -186,11 +186,11 @@ def accuracy_sentence(compared: Sequence[CandidateRow], taken: CandidateRow | No
     """What it costs against softmax, or against the teacher, and whether the seeds can tell."""
     row = taken if taken is not None and taken.delta else compared[0]
     assert row.delta is not None
-    taught = row.conversion.teacher_top1 if row.conversion else None
-    base = row.baseline.top1.mean if row.baseline else taught
+    taught = row.conversion.teacher_score if row.conversion else None
+    base = row.baseline.score.mean if row.baseline else taught
     tokens = f"At {count(row.first.model.tokens)} tokens " if row.first.model.tokens else ""
     name = row.name if row is taken or len(compared) == 1 else f"the most accurate, {row.name},"
-    text = f"{tokens}{name} scored {accuracy(row.top1.mean)} top-1 against {row.against}'s {accuracy(base)}"
+    text = f"{tokens}{name} scored {accuracy(row.score.mean)} top-1 against {row.against}'s {accuracy(base)}"
     text += f", {verdict(row.delta)}"
     if len(compared) == 1:
         return f"{text}."
@@ -219,8 +219,8 @@ def verdict(delta: Difference) -> str:
 def without_softmax(rows: Sequence[CandidateRow]) -> str:
     best = rows[0]
     if len(rows) == 1:
-        return f"{best.name} scored {accuracy(best.top1.mean)} top-1, and there is nothing to compare it with yet."
+        return f"{best.name} scored {accuracy(best.score.mean)} top-1, and there is nothing to compare it with yet."
     text = f"Softmax was not trained here, so nothing is said against it: {best.name} scored highest,"
-    text += f" {accuracy(best.top1.mean)} top-1"
-    close = [row.name for row in rows[1:] if row.interval and row.interval[1] >= best.top1.mean]
+    text += f" {accuracy(best.score.mean)} top-1"
+    close = [row.name for row in rows[1:] if row.interval and row.interval[1] >= best.score.mean]
     return f"{text}, which lies within the intervals of {listing(close)}." if close else f"{text}."

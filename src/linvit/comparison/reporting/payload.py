@@ -69,9 +69,9 @@ def row_data(row: CandidateRow, data: Json) -> Json:
         "patch": row.patch,
         "key": first.candidate_key,
         "seeds": row.seeds,
-        "top1": row.top1.mean,
+        "top1": row.score.mean,
         "interval": row.interval,
-        "error": row.top1.standard_error,
+        "error": row.score.standard_error,
         "top5": accuracy.top5,
         "best": accuracy.best,
         "delta": {**to_plain(row.delta), "against": row.against} if row.delta else None,
@@ -89,7 +89,7 @@ def curve(row: CandidateRow) -> list[Json]:
     at: dict[float, list[float]] = defaultdict(list)
     for run in row.runs:
         for epoch in run.accuracy.epochs:
-            at[float(epoch.epoch)].append(epoch.top1)
+            at[float(epoch.epoch)].append(epoch.score)
     epochs = sorted(at)
     kept = ((epochs[i], at[epochs[i]]) for i in thinned(len(epochs)))
     return [{"epoch": e, "mean": float(np.mean(tops)), "low": min(tops), "high": max(tops)} for e, tops in kept]
@@ -103,7 +103,7 @@ def run_data(run: Run, data: Json) -> Json:
     return {
         "key": run.key,
         "seed": run.seed,
-        "top1": run.top1,
+        "top1": run.score,
         "best": run.accuracy.best,
         "seconds": run.seconds,
         "shared": run.training.shared,

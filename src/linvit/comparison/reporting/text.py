@@ -20,7 +20,7 @@ COLUMNS = (
     *("kind", "setting", "mode", "data", "candidate", "mechanism", "paper", "patch", "size", "tokens", "seed", "key"),
     *("top1", "top5", "best", "standard_error", "loss", "parameters", "macs"),
     *("training_seconds", "training_images_per_second", "training_peak_bytes", "training_shared"),
-    *("zero_shot", "teacher_top1", "agreement", "kl", "float16_rms", "bfloat16_rms"),
+    *("zero_shot", "teacher_score", "agreement", "kl", "float16_rms", "bfloat16_rms"),
     *("device", "hardware", "pass", "batch", "precision", "compiled", "cuda_graph", "median_ms", "low_ms", "high_ms"),
     *("images_per_second", "peak_bytes", "ratio_to_softmax", "note", "commit", "command"),
 )
@@ -32,7 +32,7 @@ def markdown(contents: Contents) -> str:
     for setting in contents.settings:
         blocks.append(f"## {plain(setting.title)}")
         for rows in sorted(setting.places(teachers=True), key=lambda rows: rows[0].place):  # the finest patches first
-            blocks += place(setting, sorted(rows, key=lambda row: -row.top1.mean))
+            blocks += place(setting, sorted(rows, key=lambda row: -row.score.mean))
         blocks += [ranking(found) for found in rankings(setting)]
         claimed = claims(main_rows(setting))
         blocks += [claims_table(claimed)] if claimed else []
@@ -71,7 +71,7 @@ def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
     for row in rows:
         ends, delta = row.interval, row.delta
         spread = f" ± {(ends[1] - ends[0]) / 2:.2f}" if ends else ""
-        cells = [row.name, f"{row.top1.mean:.2f}{spread}"]
+        cells = [row.name, f"{row.score.mean:.2f}{spread}"]
         cells.append(change(delta.mean, delta.interval) if delta else "–")
         if distil:
             found = row.conversion
@@ -92,7 +92,7 @@ def front(rows: Sequence[CandidateRow]) -> str:
     timed = [(row, 1 / t.images_per_second) for row in rows if (t := at_own_size(row, clock)) and t.images_per_second]
     if len(timed) < 2:
         return ""
-    best = pareto_front([cost for _, cost in timed], [row.top1.mean for row, _ in timed])
+    best = pareto_front([cost for _, cost in timed], [row.score.mean for row, _ in timed])
     return f"Nothing here is both faster and more accurate than {plain(listing([timed[i][0].name for i in best]))}."
 
 

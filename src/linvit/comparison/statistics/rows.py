@@ -56,7 +56,7 @@ class CandidateRow:
     name: str = field(init=False)
     patch: int = field(init=False)  # 0 where the architecture's own is not known
     seeds: list[int] = field(init=False)
-    top1: Estimate = field(init=False)
+    score: Estimate = field(init=False)
     delta: Difference | None = None
     ladders: list[Ladder] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ class CandidateRow:
         self.first, self.label = self.runs[0], self.runs[0].label
         self.name = f"{self.label.candidate} (teacher)" if self.is_teacher else self.label.candidate
         self.patch, self.seeds = self.label.patch or 0, [run.seed for run in self.runs]
-        self.top1 = estimate([run.top1 for run in self.runs])
+        self.score = estimate([run.score for run in self.runs])
 
     @property
     def place(self) -> tuple[int, int, str]:
@@ -76,9 +76,9 @@ class CandidateRow:
     def interval(self) -> tuple[float, float] | None:
         """Of top-1: over seeds, or over images where there is a single seed."""
         error = self.first.accuracy.standard_error
-        if self.top1.interval is not None or error is None:
-            return self.top1.interval
-        return self.top1.mean - 1.96 * error, self.top1.mean + 1.96 * error
+        if self.score.interval is not None or error is None:
+            return self.score.interval
+        return self.score.mean - 1.96 * error, self.score.mean + 1.96 * error
 
     def points_by(self, clock: Ladder) -> list[SpeedPoint]:
         """All that was timed as that clock times."""
@@ -215,8 +215,8 @@ def add_differences(rows: Sequence[CandidateRow]) -> None:
         if base is not None:
             row.delta = paired(row, base)
         else:
-            known = {run.seed: (run.conversion.teacher_top1, None) for run in row.runs if run.conversion is not None}
-            row.delta = difference({run.seed: (run.top1, None) for run in row.runs}, known)
+            known = {run.seed: (run.conversion.teacher_score, None) for run in row.runs if run.conversion is not None}
+            row.delta = difference({run.seed: (run.score, None) for run in row.runs}, known)
 
 
 def paired(row: CandidateRow, base: CandidateRow) -> Difference | None:
@@ -229,7 +229,7 @@ def paired(row: CandidateRow, base: CandidateRow) -> Difference | None:
 
 def difference_of_runs(a: Mapping[int, Run], b: Mapping[int, Run]) -> Difference | None:
     """The same for runs by seed."""
-    scores = ({seed: (run.top1, run.right) for seed, run in side.items()} for side in (a, b))
+    scores = ({seed: (run.score, run.right) for seed, run in side.items()} for side in (a, b))
     return difference(*scores)
 
 

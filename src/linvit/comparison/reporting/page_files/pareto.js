@@ -43,7 +43,7 @@ const COSTS = {
   tokens: { name: "Tokens", title: "tokens", of: (row) => row.tokens, write: whole },
 };
 const GAINS = {
-  top1: { name: "Top-1 accuracy", title: "top-1, %", of: (row) => row.top1, ends: (row) => row.interval, write: percent },
+  top1: { name: "Top-1 accuracy", title: "top-1, %", of: (row) => row.score, ends: (row) => row.interval, write: percent },
   delta: {
     name: "Difference to the baseline",
     title: "top-1 against the baseline, points",

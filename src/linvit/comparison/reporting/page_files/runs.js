@@ -38,7 +38,7 @@ function pairsOf(row) {
 }
 function aRun(row, run) {
   const environment = D.environments[run.environment], config = { seed: run.seed, ...D.configs[run.config] };
-  const about = [`${percent(run.top1, 2)} %`, environment.hardware, run.when, seconds(run.seconds), ""];
+  const about = [`${percent(run.score, 2)} %`, environment.hardware, run.when, seconds(run.seconds), ""];
   const title = row.teacher ? "Teacher " : `Seed ${run.seed} `, link = el("a", { href: `#run-${run.key}` }, run.key);
   return el(
     "div",

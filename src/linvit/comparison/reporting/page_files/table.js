@@ -7,7 +7,7 @@ const COLUMNS = [
   { id: "patch", head: "Patch", of: (row) => row.patch || null, cell: (row) => row.patch || "own" },
   { id: "size", head: "Size\npx", of: (row) => row.size, write: whole },
   { id: "tokens", head: "Tokens", of: (row) => row.tokens, write: whole },
-  { id: "top1", head: "Top-1\n% ±", of: (row) => row.top1, cell: topCell, hint: "Mean over seeds, its 95 % interval" },
+  { id: "top1", head: "Top-1\n% ±", of: (row) => row.score, cell: topCell, hint: "Mean over seeds, its 95 % interval" },
   { id: "delta", head: deltaHead, of: (row) => GAINS.delta.of(row), cell: deltaCell, hint: "Paired by seed and image" },
   { id: "zero_shot", head: "Zero-shot\n%", of: (row) => row.conversion.zero_shot, write: percent, mode: "distil" },
   { id: "agreement", head: "Agrees\n%", of: (row) => row.conversion.agreement, write: percent, mode: "distil" },
@@ -32,7 +32,7 @@ const sorting = { id: "top1", up: false }, open = new Set();
 let query = "";
 
 function topCell(row) {
-  return [percent(row.top1, 2), row.interval ? muted(` ±${percent((row.interval[1] - row.interval[0]) / 2, 2)}`) : null];
+  return [percent(row.score, 2), row.interval ? muted(` ±${percent((row.interval[1] - row.interval[0]) / 2, 2)}`) : null];
 }
 function trainCell(row) {
   const shared = row.training.shared > 1 ? muted(" *", "the device was shared") : null;
