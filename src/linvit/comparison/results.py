@@ -146,8 +146,8 @@ class DataFacts(Named):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Parameters, MACs of one image, and the tokens it is cut into. `counted` names the part that the MACs are of, where
-    the rest depends on what is on the image."""
+    """Parameters, MACs of one image, and the tokens it is cut into. `counted` names the part that the MACs are of,
+    where the rest depends on what is on the image."""
 
     parameters: int
     macs: int
@@ -165,8 +165,8 @@ class EpochAccuracy:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What the last weights get right, in percent, and how it came about; epoch 0 is before any training. `score` is the
-    top-1 of a classifier, the mAP of a detector, the mIoU of a segmenter, as `metric` says."""
+    """What the last weights get right, in percent, and how it came about; epoch 0 is before any training. `score` is
+    the top-1 of a classifier, the mAP of a detector, the mIoU of a segmenter, as `metric` says."""
 
     epochs: tuple[EpochAccuracy, ...]
     score: float = field(metadata=SCORE)

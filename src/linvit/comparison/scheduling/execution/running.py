@@ -119,16 +119,11 @@ def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: 
 
 
 def facts(model: nn.Module, size: int) -> ModelFacts:
-    """What is counted of a model. What a detector does after its proposals depends on the image: of such a one the
+    """What is counted of a model. What a detector does with its proposals depends on the image: of such a one the
     backbone's MACs are counted, which are all that a candidate changes."""
-    shape, counted = (3, size, size), None
-    try:
-        macs = count_macs(model, shape)
-    except LinvitError:
-        if not isinstance(model, DenseModel):
-            raise
-        macs, counted = count_macs(model.backbone, shape), "backbone"
-    return ModelFacts(count_parameters(model), macs, tokens_of(model, size), counted)
+    part = model.backbone if isinstance(model, DenseModel) and model.task == "detect" else model
+    counted = "backbone" if part is not model else None
+    return ModelFacts(count_parameters(model), count_macs(part, (3, size, size)), tokens_of(model, size), counted)
 
 
 class Memory:
