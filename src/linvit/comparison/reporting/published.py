@@ -94,7 +94,10 @@ class Ranking:
 
 
 def claims(rows: Sequence[CandidateRow]) -> list[PaperClaim]:
-    """What the papers say a mechanism changes, where both it and what it is compared with are among the rows."""
+    """What the papers say a mechanism changes of a classifier, where both it and what it is compared with are among the
+    rows."""
+    if not all(row.first.by_image for row in rows):
+        return []
     said = [MIXA]
     for table, prefix in FAMILIES.items():
         for base, row in pairwise(TABLES[table].sections[0].rows):
@@ -136,6 +139,8 @@ def nearest(mechanism: str, rows: Sequence[CandidateRow]) -> CandidateRow | None
 
 def rankings(setting: Setting) -> list[Ranking]:
     """The Fair Comparison's tables beside our rows of each place; its finer patches beside our finest."""
+    if not setting.by_image:
+        return []
     places = sorted(setting.places(teachers=False), key=lambda rows: (rows[0].patch, -rows[0].label.size))
     made = []
     for index, rows in enumerate(places):

@@ -68,13 +68,28 @@ class CandidateRow:
         self.score = estimate([run.score for run in self.runs])
 
     @property
+    def metric(self) -> str:
+        """What the score is: top1, mAP or mIoU."""
+        return self.first.accuracy.metric
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All metrics of a detector or segmenter: means over seeds."""
+        return means_by_name([run.accuracy.metrics for run in self.runs])
+
+    @property
+    def per_class(self) -> dict[str, float]:
+        """The same for the metric of each class."""
+        return means_by_name([run.accuracy.per_class for run in self.runs])
+
+    @property
     def place(self) -> tuple[int, int, str]:
         """Rows of one place are compared with each other: patch, resolution, teacher, which is itself one of them."""
         return self.patch, self.label.size, self.first.key if self.is_teacher else teacher_of(self.first.identity)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Of top-1: over seeds, or over images where there is a single seed."""
+        """Of the score: over seeds, or over images where there is a single seed and they are right or wrong."""
         error = self.first.accuracy.standard_error
         if self.score.interval is not None or error is None:
             return self.score.interval
@@ -106,6 +121,12 @@ def mean_of(records: Sequence[T]) -> T:
     return replace(first, **means)  # type: ignore[type-var]
 
 
+def means_by_name(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The means of what all records have."""
+    names = [name for name in records[0] if all(name in record for record in records)]
+    return {name: sum(record[name] for record in records) / len(records) for name in names}
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the compared runs have in common."""
@@ -114,6 +135,14 @@ class Setting:
     title: str
     mode: str
     rows: tuple[CandidateRow, ...]
+
+    @property
+    def metric(self) -> str:
+        return self.rows[0].metric
+
+    @property
+    def by_image(self) -> bool:
+        return self.rows[0].first.by_image
 
     def places(self, *, teachers: bool) -> list[list[CandidateRow]]:
         """The rows that are compared with each other, with or without the teacher that they learnt from."""
@@ -195,9 +224,16 @@ def teacher_seed(setting: Setting) -> str:
 
 def title(rows: Sequence[CandidateRow]) -> str:
     run = rows[0].first
-    model, config = run.identity.architecture.get("model"), run.identity.config
-    words = [f"{MODES.get(run.label.mode, run.label.mode)} on {run.data.name}"]
-    words += [str(model)] if model else []
+    architecture, config, how = run.identity.architecture, run.identity.config, run.label.mode
+    words = [f"{'Trained' if run.identity.head and how == 'scratch' else MODES.get(how, how)} on {run.data.name}"]
+    model = architecture.get("model")
+    words += (
+        [f"{model} on {'a trained ' if 'trunk' in architecture else ''}{architecture.get('backbone')}"]
+        if (run.identity.head)
+        else [str(model)]
+        if model
+        else []
+    )
     words += [f"recipe {config['recipe']}"] if config.get("recipe") else []
     words += [f"{config['epochs']:g} epochs"] if isinstance(config.get("epochs"), int | float) else []
     return ", ".join(words)
