@@ -29,6 +29,7 @@ from linvit.conversion.plan import split_options
 from linvit.errors import LinvitError, unknown
 from linvit.models.dense import DenseModel
 from linvit.models.pyramid import FairPyramid, init_weights
+from linvit.training.objectives.dense import body
 
 OWN_STREAM = 2**32  # added to the seed for what a mechanism brings along
 TIMM = {"fair": "fair_pyramid_p4_sa", "vit": "vit_tiny_patch16_224"}  # what our own architectures are made of
@@ -113,6 +114,19 @@ def create(name: str, args: dict[str, Any], size: int) -> Any:
         model.linvit_origin = {"name": name, "args": given}
         return model
     raise LinvitError(f"{name} cannot be built with {args}: {reason}")
+
+
+def try_candidate(structure: Structure) -> str | None:
+    """Why this model cannot be built or called, in one line; None if it can. Nothing is computed for it. Of detectors
+    and segmenters the backbone is called, which is all that a candidate changes."""
+    try:
+        with torch.device("meta"):
+            called = body(build_model(structure).eval())
+            with torch.no_grad():
+                called(torch.empty(1, 3, structure.size, structure.size))
+    except (LinvitError, RuntimeError, AssertionError, ValueError, TypeError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
 
 
 def become(model: nn.Module, plan: Plan, size: int, seed: int, **options: Any) -> Report:

@@ -83,6 +83,8 @@ def create(name: str, args: dict[str, Any], seed: int) -> Any:
         torch.manual_seed(seed)
         try:
             model: Any = timm.create_model(name, **args)
+        except LinvitError:
+            raise
         except (TypeError, ValueError, AssertionError, RuntimeError) as error:
             raise LinvitError(f"{name} cannot be built with {args}: {error}") from None
     model.linvit_origin = {"name": name, "args": args}

@@ -18,12 +18,12 @@ from linvit.attention import list_mechanisms, mechanism_class
 from linvit.codec import from_plain, to_plain
 from linvit.comparison import results
 from linvit.comparison.description.building import (
-    build_model,
     build_softmax,
     name_of,
     patch_of,
     plan_of,
     read_candidate,
+    try_candidate,
 )
 from linvit.comparison.description.dense import describe, read_dense
 from linvit.comparison.description.spec import ALL, OWN, Comparison, Part, load
@@ -35,7 +35,6 @@ from linvit.errors import LinvitError, unknown
 from linvit.models.dense import HEADS
 from linvit.training import Config, override
 from linvit.training import recipe as named_recipe
-from linvit.training.objectives.dense import body
 
 OWN_SIZES = {"fair": (4, 224), "vit": (16, 224)}  # patch and image size unless told
 OWN_SIZE = 512  # of the images of detectors and segmenters, where the recipe has none either
@@ -316,19 +315,6 @@ def label_of(structure: Structure, mode: str, seed: int | None, own_patch: int |
         mode=mode,
         seed=seed,
     )
-
-
-def try_candidate(structure: Structure) -> str | None:
-    """Why this model cannot be built or called, in one line; None if it can. Nothing is computed for it. Of detectors
-    and segmenters the backbone is called, which is all that a candidate changes."""
-    try:
-        with torch.device("meta"):
-            called = body(build_model(structure).eval())
-            with torch.no_grad():
-                called(torch.empty(1, 3, structure.size, structure.size))
-    except (LinvitError, RuntimeError, AssertionError, ValueError, TypeError) as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return None
 
 
 def from_result(result: Any, places: dict[str, str], source: str = "this") -> list[Task]:
