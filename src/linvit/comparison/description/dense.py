@@ -39,13 +39,12 @@ def read_dense(args: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise LinvitError("trunk is worked out from the backbone: leave it out of the architecture")
     folder = ""
     if Path(backbone).is_dir():
-        if args.get("backbone_args"):
-            raise LinvitError(f"{backbone} says how it was built: leave backbone_args out")
         folder = backbone
         named, config = describe_folder(folder, "backbone")
         if config.model in HEADS:
             raise LinvitError(f"{folder} is a {config.model}: give the classifier whose trunk is to be used")
         kept = {key: value for key, value in config.args.items() if key not in OF_THE_HEAD}
+        kept |= args.get("backbone_args", {})
         args |= {"backbone": config.model, "backbone_args": kept, "trunk": named.digest}
     elif not timm.is_model(backbone) or backbone in HEADS:
         raise unknown("backbone", backbone, set(timm.list_models()) - HEADS.keys())
