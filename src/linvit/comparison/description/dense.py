@@ -66,7 +66,10 @@ def build_dense(structure: Structure, *, seed: int = 0) -> DenseModel:
     """The structure's detector or segmenter with softmax attention and random weights. A trunk that takes one image
     size only is built for the structure's."""
     args = {key: value for key, value in structure.architecture.items() if key not in ("model", "trunk")}
-    name, args = structure.architecture["model"], {**args, "num_classes": structure.classes}
+    args = {**with_tuples(args), "num_classes": structure.classes}
+    if "backbone_args" in args:
+        args["backbone_args"] = with_tuples(args["backbone_args"])
+    name = structure.head
     model = create(name, args, seed)
     only = model.backbone.layout.size
     if only is not None and max(only) != structure.size:
@@ -75,6 +78,11 @@ def build_dense(structure: Structure, *, seed: int = 0) -> DenseModel:
     input_size = (3, structure.size, structure.size)
     model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "input_size": input_size}
     return model
+
+
+def with_tuples(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as timm's models take them: files know lists only."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}
 
 
 def create(name: str, args: dict[str, Any], seed: int) -> Any:

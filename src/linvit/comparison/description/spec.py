@@ -19,6 +19,7 @@ from typing import Any, cast
 from linvit.codec import from_plain, to_plain
 from linvit.comparison.results import SPARSE
 from linvit.errors import LinvitError, unknown
+from linvit.models.dense import HEADS
 from linvit.tasks.kinds import head_of
 
 ALL = "all"  # among the plans: every mechanism that fits
@@ -106,7 +107,8 @@ class Comparison:
     def head(self) -> str:
         """The name of the detector or segmenter that is compared, as a given teacher or the architecture has it; empty
         for classifiers."""
-        return head_of(self.teacher or self.architecture["model"])
+        model = self.architecture["model"]
+        return head_of(self.teacher) if self.teacher else model if model in HEADS else ""
 
     @property
     def recipe_name(self) -> str:
