@@ -1,5 +1,6 @@
 """A trained classifier's weights and mechanisms for the trunk of a backbone."""
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -48,7 +49,8 @@ def is_taken_out(key: str, trunk: nn.Module) -> bool:
 
 
 def classifiers(source: Any) -> tuple[str, ...]:
-    """How the names of the classifier's parameters begin; distilled models have two classifiers."""
+    """How the names of the classifier's parameters begin, of which a trunk may never have known: timm builds DINOv2 and
+    EVA-02 without one. Distilled models have two."""
     found = source.get_classifier() if hasattr(source, "get_classifier") else ()
     kept = found if isinstance(found, tuple) else (found,)
     return tuple(f"{name}." for name, module in source.named_modules() if name and any(module is k for k in kept))
@@ -63,7 +65,9 @@ def fit(key: str, tensor: Tensor, own: Tensor, source: Any, trunk: Any) -> Tenso
             tensor = torch.cat((tensor[:, :kept], table), dim=1)
     elif key.endswith("relative_position_bias_table") and tensor.shape != own.shape:
         window = trunk.get_submodule(key.rpartition(".")[0]).window_size
-        tensor = resize_rel_pos_bias_table(tensor, new_window_size=window, new_bias_shape=tuple(own.shape))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="timm.layers")  # how it indexes is not the user's matter
+            tensor = resize_rel_pos_bias_table(tensor, new_window_size=window, new_bias_shape=tuple(own.shape))
     if tensor.shape != own.shape:
         here, there = size(tuple(own.shape)), size(tuple(tensor.shape))
         raise LinvitError(f"the weights do not fit the backbone: {key} is {there}, and {here} there")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
-from linvit.models.dense import IGNORED, DenseModel, Target
+from linvit.models.dense import IGNORED, DenseModel, Target, sizes_of
 
 if TYPE_CHECKING:
     from linvit.models.backbones import Backbone
@@ -26,8 +26,7 @@ class Segmenter(DenseModel):
 
     def maps(self, images: Tensor, targets: Sequence[Target] | None) -> list[Tensor]:
         """The backbone's four maps. Targets tell which part of an image is padding."""
-        sizes = None if targets is None else torch.stack([target["size"] for target in targets]).to(images.device)
-        return self.backbone(images, sizes)
+        return self.backbone(images, sizes_of(images, targets))
 
     def labels(self, images: Tensor, targets: Sequence[Target] | None) -> Tensor:
         """The labels of a batch, `(batch, height, width)`: padding is not judged."""
@@ -35,6 +34,10 @@ class Segmenter(DenseModel):
             raise LinvitError("a segmenter in training wants targets: give them, or call eval() first")
         height, width = images.shape[-2:]
         rows = [target["labels"] for target in targets]
+        for row in rows:
+            if row.shape[0] > height or row.shape[1] > width:
+                given = f"labels of {row.shape[0]}×{row.shape[1]} pixels for images of {height}×{width}"
+                raise LinvitError(f"{given}: resize both alike")
         padded = [F.pad(row, (0, width - row.shape[1], 0, height - row.shape[0]), value=IGNORED) for row in rows]
         return torch.stack(padded).to(images.device, torch.long)
 
