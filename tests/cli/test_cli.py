@@ -25,9 +25,21 @@ VERBS = {
     "train": {
         *("model", "--data", "--output", "--recipe", "--plan", "--option", "--keep", "--drop", "--teacher", "--set"),
         *("--resume", "--size", "--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
+        *("--task", "--head", "--pyramid"),
     },
     "eval": {
-        *("model", "--data", "--teacher", "--size", "--split", "--per-class", "--output", "--batch", "--precision"),
+        *(
+            "model",
+            "--data",
+            "--task",
+            "--teacher",
+            "--size",
+            "--split",
+            "--per-class",
+            "--output",
+            "--batch",
+            "--precision",
+        ),
         *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
     "compare": {
