@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def stem(owner: nn.Module) -> nn.Module | None:
     """The patch embedding of a model, whatever timm calls it."""
     names = ("patch_embed", "embeds", "pixel_embed", "stem_dct", "patch_embedding")
-    inside = getattr(getattr(owner, "patch_embeddings", None), "projection", None)  # Hugging Face's
+    patches = getattr(owner, "patch_embeddings", None)  # Hugging Face's
+    inside = patches if isinstance(patches, nn.Conv2d) else getattr(patches, "projection", None)
     found = (*(getattr(owner, name, None) for name in names), inside)
     return next((module for module in found if isinstance(module, nn.Module)), None)
 

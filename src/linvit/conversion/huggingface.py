@@ -1,12 +1,16 @@
 """Hugging Face's vision models, by transformers' own attention interface: ViT, DeiT, DINOv2 (registers too), CLIP's and
-SigLIP's vision towers, and SAM's encoder.
+SigLIP's vision towers, SAM's encoder, and the segmenter EoMT, on DINOv2 and on DINOv3.
 
 Exact for softmax. The modules keep their own forward, with q, k and v handed to the mechanism where the interface lets
 attention in; only SAM's does not use it. Its relative position is exact in mechanisms with logits and given up with
-`drop=("relative_bias",)` elsewhere. Needs `pip install linvit[transformers]`; nothing imports this file without.
+`drop=("relative_bias",)` elsewhere, and so is the rotary position of EoMT on DINOv3, by `drop=("rotary",)`. In EoMT's
+last blocks queries come before the other tokens and look through masks until training has annealed those away: a
+mechanism without logits there wants `model.attn_mask_probs` to be 0. Needs `pip install linvit[transformers]`; nothing
+imports this file without.
 """
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import transformers
@@ -16,6 +20,11 @@ from transformers.models.clip.modeling_clip import CLIPAttention
 from transformers.models.deit.modeling_deit import DeiTAttention
 from transformers.models.dinov2.modeling_dinov2 import Dinov2Attention
 from transformers.models.dinov2_with_registers.modeling_dinov2_with_registers import Dinov2WithRegistersAttention
+from transformers.models.eomt.modeling_eomt import EomtAttention, EomtForUniversalSegmentation
+from transformers.models.eomt_dinov3.modeling_eomt_dinov3 import (
+    EomtDinov3Attention,
+    EomtDinov3ForUniversalSegmentation,
+)
 from transformers.models.sam.modeling_sam import SamVisionAttention, SamVisionSdpaAttention
 from transformers.models.siglip.modeling_siglip import SiglipAttention
 from transformers.models.vit.modeling_vit import ViTAttention
@@ -151,6 +160,52 @@ class HFSiglipHost(InterfaceHost, SiglipAttention):
 
 class HFCLIPHost(InterfaceHost, CLIPAttention):
     pass
+
+
+class _EomtBase(InterfaceHost):
+    """Whatever comes before the patches is a prefix: class token, registers, and in the last blocks the queries."""
+
+    @staticmethod
+    def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
+        return None if image.grid is None else replace(image.grid, prefix=args[0].shape[1] - image.grid.patches)
+
+    @classmethod
+    def prepare(cls, model: nn.Module) -> None:
+        super().prepare(model)
+        for owner in model.modules():
+            whole = isinstance(owner, EomtForUniversalSegmentation | EomtDinov3ForUniversalSegmentation)
+            if whole and refuse_masks not in owner._forward_pre_hooks.values():
+                owner.register_forward_pre_hook(refuse_masks)
+
+    @property
+    def token_grid(self) -> TokenGrid | None:
+        return None if self.grids is None else self.grid(self, (self.passing.input,), self.grids)
+
+    def attend(self, *args: Any, bias: Tensor | None = None, **given: Any) -> Tensor:
+        """In training a mask comes along even where it masks nothing, which is what `refuse_masks` makes sure of."""
+        return super().attend(*args, bias=bias if has_logits(self.mechanism) else None, **given)
+
+
+def refuse_masks(model: Any, args: tuple[Any, ...]) -> None:
+    """Forward pre-hook of EoMT: an error where queries would look through masks and a mechanism has no logits. A block
+    hands its mask on to those behind it."""
+    hosts = [layer.attention for layer in model.layers[-model.config.num_blocks :]]
+    without = [block for block, host in enumerate(hosts) if isinstance(host, Host) and not has_logits(host.mechanism)]
+    if without and bool(model.attn_mask_probs[: without[-1] + 1].any()):
+        name = hosts[without[-1]].mechanism.name
+        raise LinvitError(f"{name} cannot honour EoMT's masks: set model.attn_mask_probs to 0, as its annealing ends")
+
+
+class HFEomtHost(_EomtBase, EomtAttention):
+    pass
+
+
+class HFEomtDinov3Host(_EomtBase, EomtDinov3Attention):
+    features = {"rotary": ()}
+
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return [FEATURES["rotary"], *super().asks(model, module)]
 
 
 class _SamBase(ChannelsLastHost):
