@@ -42,6 +42,7 @@ VERBS = {
         ),
         *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
+    "predict": {"model", "images", "--output", "--threshold", "--size", "--device", "--json"},
     "compare": {
         *("what", "--output", "--mode", "--model", "--model-arg", "--plan", "--data", "--root", "--recipe"),
         *("--set", "--seeds", "--patch-sizes", "--size", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
