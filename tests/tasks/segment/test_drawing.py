@@ -36,6 +36,15 @@ def test_a_legend_of_many_classes_takes_more_rows() -> None:
     assert draw_segmentation(image, torch.full((40, 60), 255), NAMES).height == 40
 
 
+def test_background_stays_bare() -> None:
+    image = torch.full((3, 40, 60), 120, dtype=torch.uint8)
+    labels = torch.zeros(40, 60, dtype=torch.long)
+    labels[:, 30:] = 1
+    picture = np.asarray(draw_segmentation(image, labels, ["background", "cat"]))
+    assert (picture[:40, :30] == 120).all() and (picture[:40, 30:] != 120).any(2).all()
+    assert class_colour(0) not in {tuple(pixel) for pixel in picture.reshape(-1, 3)}
+
+
 def test_labels_of_another_size() -> None:
     with pytest.raises(LinvitError, match=r"labels of \(4, 4\) do not fit an image of \(8, 9\): resize one"):
         draw_segmentation(torch.zeros(3, 8, 9, dtype=torch.uint8), torch.zeros(4, 4, dtype=torch.long), NAMES)

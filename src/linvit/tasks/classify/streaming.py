@@ -87,21 +87,11 @@ class Streamed(Batches):
     def close(self) -> None:
         """End the workers that stay. Others must not be started while they run: those would inherit this loader, and
         complain at their end that its workers are not theirs."""
-        if self.kept is not None and self.kept._iterator is not None and self.workers:
-            self.kept._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        end_workers(self.kept)
         self.kept = None
 
     def loader(self, dataset: Any, **options: Any) -> DataLoader:
-        return DataLoader(
-            dataset,
-            batch_size=None,
-            collate_fn=unchanged,
-            num_workers=self.workers,
-            prefetch_factor=AHEAD if self.workers else None,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # else it would draw from the global one, and change the training
-            **options,
-        )
+        return make_loader(dataset, self.workers, self.device, AHEAD, **options)
 
     def steps(self, chunks: Iterator[Chunk | LinvitError]) -> Iterator[Pictures]:
         """Steps from their chunks, on the device."""
@@ -155,6 +145,26 @@ class Requests:
             for start in range(0, len(indices), CHUNK):
                 part, last = slice(start, start + CHUNK), start + CHUNK >= len(indices)
                 yield Request(indices[part].tolist(), None if numbers is None else numbers[part], last)
+
+
+def make_loader(dataset: Any, workers: int, device: torch.device, ahead: int, **options: Any) -> DataLoader:
+    """A loader of what a dataset gives by request, as it gives it; each worker is so many requests ahead."""
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=unchanged,
+        num_workers=workers,
+        prefetch_factor=ahead if workers else None,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else it would draw from the global one, and change the training
+        **options,
+    )
+
+
+def end_workers(loader: DataLoader | None) -> None:
+    """End the workers that a loader keeps, if there are any."""
+    if loader is not None and loader.num_workers and loader._iterator is not None:
+        loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def one_ahead(steps: Iterator[Pictures], stream: torch.cuda.Stream | None) -> Iterator[Pictures]:

@@ -8,8 +8,8 @@ Labels are the places of categories by their ids. For segmentation there are mas
 `masks/train/*.png`, whose pixels are category ids; where no category has the id 0, that is the background.
 """
 
-import json
 import os
+import pickle
 import re
 from typing import Any
 
@@ -108,7 +108,7 @@ def detect(
                 iscrowd=bool(one.get("iscrowd")),
                 difficult=bool(one.get("difficult")),
                 area=one.get("area"),
-                shape=json.dumps(one["segmentation"]).encode() if with_masks and one.get("segmentation") else None,
+                shape=pickle.dumps(one["segmentation"]) if with_masks and one.get("segmentation") else None,
             )
         rows.append(Row(file, number, size, "", first, len(collector)))
     if with_masks and collector.shapeless and not len(collector):

@@ -17,9 +17,6 @@ class Listing(NamedTuple):
     folders: set[str]
 
 
-NOTHING = Listing(set(), set())
-
-
 class Files:
     """What lies below a folder or in an archive. Names are relative to it, with slashes; hidden ones do not count."""
 
@@ -50,11 +47,8 @@ class Files:
         return self.listings[folder]
 
     def scan(self, folder: str) -> Listing:
-        where = self.path / folder
-        if not where.is_dir():
-            return NOTHING
-        found = Listing(set(), set())
-        for entry in os.scandir(where):
+        where, found = self.path / folder, Listing(set(), set())
+        for entry in os.scandir(where) if where.is_dir() else ():
             if not entry.name.startswith("."):
                 (found.folders if entry.is_dir() else found.files).add(entry.name)
         return found

@@ -18,6 +18,7 @@ from linvit.tasks.dense.pixels import read_indices
 from linvit.tasks.dense.samples import Row, SegmentSamples, labels_of
 
 IMAGES = ("images", "img_dir", "imgs")
+LOOKED_AT = 8  # masks that are looked at beforehand
 MASKS = ("masks", "annotations", "ann_dir", "labels")
 
 
@@ -50,6 +51,7 @@ def read(files: Files, name: str, title: str) -> SegmentSamples:
             lacking = f"{files.full(lonely)} has nothing of its name in {files.full(where)}"
             raise LinvitError(f"{lacking}: add that, or take it away")
     rows = [Row(file, number, None, masks[key]) for number, (key, file) in enumerate(images.items())]
+    check_numbers(files, [row.mask for row in rows[:LOOKED_AT]], files.full(folder))
     names, note = listed_names(files, base), ""
     if not names and rows:
         largest = max((largest_number(files, row.mask) for row in rows), default=-1)
@@ -59,6 +61,13 @@ def read(files: Files, name: str, title: str) -> SegmentSamples:
     ignored = (IGNORED,) if 0 in names else (0, IGNORED)
     labels = labels_of(list(names), ignored=ignored)
     return SegmentSamples(title, tuple(names.values()), files, rows, note, labels=labels)
+
+
+def check_numbers(files: Files, masks: list[str], where: str) -> None:
+    """Black and white is what people draw masks in, but white is 255, which would not be judged."""
+    found = {int(number) for mask in masks for number in np.unique(read_indices(files, mask))}
+    if found == {0, IGNORED}:
+        raise LinvitError(f"{where} has masks of 0 and {IGNORED} alone, and {IGNORED} is not judged: write 1 for white")
 
 
 def stem(file: str, folder: str) -> str:

@@ -18,7 +18,7 @@ from linvit.errors import LinvitError
 from linvit.models.dense import IGNORED, Target
 from linvit.tasks.classify.augmenting import Order, normalise
 from linvit.tasks.classify.preprocessing import seed_of
-from linvit.tasks.classify.streaming import unchanged
+from linvit.tasks.classify.streaming import end_workers, make_loader
 from linvit.tasks.dense.samples import Samples
 from linvit.tasks.dense.transforms import EvalTransform, TrainTransform, TransformSettings
 
@@ -91,22 +91,11 @@ class DenseSource:
         return self.kept
 
     def another(self, requests: "Requests", **options: Any) -> DataLoader:
-        return DataLoader(
-            self.reader,
-            batch_size=None,
-            sampler=requests,
-            collate_fn=unchanged,
-            num_workers=self.workers,
-            prefetch_factor=AHEAD if self.workers else None,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # else it would draw from the global one, and change the training
-            **options,
-        )
+        return make_loader(self.reader, self.workers, self.device, AHEAD, sampler=requests, **options)
 
     def close(self) -> None:
         """End the workers that stay."""
-        if self.kept is not None and self.kept._iterator is not None and self.workers:
-            self.kept._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        end_workers(self.kept)
         self.kept = None
 
 
@@ -117,8 +106,9 @@ class Requests:
         self.order, self.epoch, self.skip = order, epoch, skip
 
     def __iter__(self) -> Iterator[Request]:
-        for indices in self.order.epoch(self.epoch)[self.skip :]:
-            yield Request(self.epoch, indices.tolist())
+        epoch = self.epoch
+        for indices in self.order.epoch(epoch)[self.skip :]:
+            yield Request(epoch, indices.tolist())
 
 
 class Reader(Dataset):

@@ -1,7 +1,7 @@
 """From files to pixels: photographs, maps of labels, masks of single objects. What is wrong names its file."""
 
 import io
-import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -32,15 +32,16 @@ def open_picture(files: Files, name: str) -> Image.Image:
         raise Unreadable(f"{reason}; replace it or take it out") from None
 
 
-def read_image(files: Files, name: str, size: Size | None = None) -> Tensor:
-    """A photograph, uint8 `(3, height, width)`, turned as its EXIF says. Where annotations know its `size` they decide:
-    one that was annotated as it lies is left so."""
+def read_image(files: Files, name: str, size: Size, source: str) -> Tensor:
+    """A photograph, uint8 `(3, height, width)`, turned as its EXIF says, unless it has the `size` of its annotations
+    only as it lies. They are `source`."""
     raw = open_picture(files, name)
     picture = ImageOps.exif_transpose(raw)
-    if size is not None and size_of(picture) != size:
+    if size_of(picture) != size:
         if size_of(raw) != size:
             found, wanted = in_words(size_of(picture)), in_words(size)
-            raise LinvitError(f"{files.full(name)} has {found} pixels, its annotation says {wanted}: correct one")
+            hint = "give both the same size"
+            raise LinvitError(f"image {files.full(name)} has {found} pixels, and {wanted} by {source}: {hint}")
         picture = raw
     try:
         return channels_first(eight_bits(picture).convert("RGB"))
@@ -68,7 +69,7 @@ def read_indices(files: Files, name: str, size: Size | None = None) -> np.ndarra
     if size is not None and size_of(picture) != size:
         found, wanted = in_words(size_of(picture)), in_words(size)
         raise LinvitError(f"mask {files.full(name)} has {found} pixels, its image {wanted}: give both the same size")
-    return np.array(picture)
+    return np.asarray(picture).astype(np.int32)
 
 
 def draw(shape: Any, size: Size) -> np.ndarray:
@@ -84,11 +85,11 @@ def draw(shape: Any, size: Size) -> np.ndarray:
 
 
 def draw_all(shapes: list[bytes], size: Size, name: str) -> Tensor:
-    """The masks of an image's objects, uint8 `(objects, height, width)`, from the JSON of their shapes."""
+    """The masks of an image's objects, uint8 `(objects, height, width)`, from their shapes, pickled."""
     masks = torch.zeros(len(shapes), *size, dtype=torch.uint8)
-    for place, text in enumerate(shapes):
+    for place, shape in enumerate(shapes):
         try:
-            masks[place] = torch.from_numpy(draw(json.loads(text), size))
+            masks[place] = torch.from_numpy(draw(pickle.loads(shape), size))
         except LinvitError:
             raise
         except Exception as error:  # whatever COCO's library makes of a broken shape

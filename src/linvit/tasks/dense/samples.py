@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from linvit.errors import LinvitError
 from linvit.models.dense import IGNORED
@@ -51,7 +50,7 @@ class Row(NamedTuple):
 
 
 @dataclass(eq=False)
-class Samples(Dataset):
+class Samples:
     """One split of a set: `read(index)` gives a `Sample`. Labels count `categories` from 0."""
 
     name: str
@@ -71,9 +70,6 @@ class Samples(Dataset):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.read(index)
 
     def read(self, index: int) -> Sample:
         """An image with what is on it; what is wrong with it is an error that names the file."""
@@ -96,7 +92,7 @@ class Objects:
     iscrowd: np.ndarray
     difficult: np.ndarray
     areas: np.ndarray
-    shapes: Sequence[Any] = ()  # COCO's polygons or RLE as JSON, or an object's number in the image's mask file
+    shapes: Sequence[Any] = ()  # COCO's polygons or RLE, pickled, or an object's number in the image's mask file
 
 
 @dataclass(eq=False)
@@ -110,7 +106,8 @@ class DetectSamples(Samples):
 
     def read(self, index: int) -> Sample:
         row, objects = self.rows[index], self.objects
-        image = read_image(self.files, row.image, row.size)
+        assert row.size is not None
+        image = read_image(self.files, row.image, row.size, "its annotation")
         chosen = slice(row.first, row.last)
         parts = (objects.labels, objects.boxes, objects.iscrowd, objects.difficult, objects.areas)
         found = Sample(image, row.id, *(torch.from_numpy(part[chosen].copy()) for part in parts))
@@ -122,8 +119,8 @@ class DetectSamples(Samples):
         shapes = list(self.objects.shapes[row.first : row.last])
         if not row.mask:
             return draw_all(shapes, size, self.files.full(row.image))
-        numbers = torch.from_numpy(read_indices(self.files, row.mask, size).astype(np.int64))
-        return (numbers == torch.tensor(shapes, dtype=torch.int64)[:, None, None]).byte()
+        numbers = torch.from_numpy(read_indices(self.files, row.mask, size))
+        return (numbers == torch.tensor(shapes, dtype=torch.int32)[:, None, None]).byte()
 
     def relabelled(self, categories: tuple[str, ...], places: list[int]) -> "DetectSamples":
         labels = np.asarray(places, dtype=np.int64)[self.objects.labels]
@@ -152,8 +149,8 @@ class SegmentSamples(Samples):
 
     def read(self, index: int) -> Sample:
         row = self.rows[index]
-        image = read_image(self.files, row.image)
-        numbers = read_indices(self.files, row.mask, (image.shape[1], image.shape[2]))
+        numbers = read_indices(self.files, row.mask)
+        image = read_image(self.files, row.image, (numbers.shape[0], numbers.shape[1]), self.files.full(row.mask))
         labels = self.labels[np.clip(numbers, 0, len(self.labels) - 1)]
         odd = labels < 0
         if odd.any():

@@ -111,7 +111,7 @@ class TrainTransform:
         target |= {"boxes": boxes, "labels": labels}
         if "masks" in parts:
             target["masks"] = parts["masks"].as_subclass(Tensor)
-            kept &= target["masks"].flatten(1).any(1)
+            kept &= (target["masks"].flatten(1) > 0).any(1)
         return image, {name: value if name == "size" else value[kept] for name, value in target.items()}
 
 

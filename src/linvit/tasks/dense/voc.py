@@ -19,6 +19,7 @@ NAMES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable", "dog"),
     *("horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
+BACKGROUND = "background"
 IMAGES, LISTS = "JPEGImages", "ImageSets"
 SIDES = ("xmin", "ymin", "xmax", "ymax")
 
@@ -52,9 +53,10 @@ def read(files: Files, name: str, task: str, title: str, *, with_masks: bool = F
             Row(image, number, None, present(files, join(base, f"SegmentationClass/{stem}.png")))
             for number, (stem, image) in enumerate(images.items())
         ]
-        categories = tuple(names.values()) if names else ("background", *NAMES)
-        numbers = list(names) if names else list(range(len(categories)))
-        return SegmentSamples(title, categories, files, rows, labels=labels_of(numbers))
+        names = names or dict(enumerate(NAMES))
+        if BACKGROUND not in names.values():
+            names = {0: BACKGROUND, **{number + (0 in names): name for number, name in names.items()}}
+        return SegmentSamples(title, tuple(names.values()), files, rows, labels=labels_of(list(names)))
     return detect(files, base, title, images, tuple(names.values()), with_masks)
 
 
@@ -76,7 +78,7 @@ def detect(
             raise LinvitError(f"{files.full(file)} is not XML: {error}") from None
     occurring = sorted({one.findtext("name", "").strip() for tree in found.values() for one in tree.iter("object")})
     categories = names or (NAMES if set(occurring) <= set(NAMES) else tuple(occurring))
-    categories = tuple(name for name in categories if name != "background")
+    categories = tuple(name for name in categories if name != BACKGROUND)
     unlisted = [name for name in occurring if name not in categories]
     if unlisted:
         raise LinvitError(f"{title} has objects of category '{unlisted[0]}', which is not listed: add it to the list")

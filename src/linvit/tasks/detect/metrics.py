@@ -104,12 +104,11 @@ class DetectionMeter:
 def truths_of(truth: Mapping[str, Any], image: Image, meter: DetectionMeter) -> dict[str, list[Any]]:
     """The columns of an image's objects, as COCO names them."""
     columns = located(truth, "annotated", image, meter)
-    width_height = np.array(columns["bbox"]).reshape(-1, 4)[:, 2:]
-    areas = array(truth["areas"]) if truth.get("areas") is not None else width_height.prod(1)
-    none = np.zeros(len(width_height), bool)
-    difficult, crowd = (array(truth.get(name, none)).astype(bool) for name in ("difficult", "iscrowd"))
-    areas = np.where(difficult, NO_AREA, finite(areas, "annotated areas", image))
-    return columns | {"area": areas.tolist(), "iscrowd": crowd.astype(int).tolist()}
+    sides = np.array(columns["bbox"]).reshape(-1, 4)[:, 2:]
+    unless = {"areas": sides.prod(1), "iscrowd": np.zeros(len(sides)), "difficult": np.zeros(len(sides))}
+    areas, crowd, difficult = (other if truth.get(name) is None else truth[name] for name, other in unless.items())
+    areas = np.where(array(difficult), NO_AREA, finite(areas, "annotated areas", image))
+    return columns | {"area": areas.tolist(), "iscrowd": array(crowd).astype(int).tolist()}
 
 
 def found_in(prediction: Mapping[str, Any], image: Image, meter: DetectionMeter) -> dict[str, list[Any]]:

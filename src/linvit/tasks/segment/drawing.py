@@ -11,15 +11,16 @@ from linvit.figures.classes import Chips, as_picture, class_colour, paint, text_
 
 
 def draw_segmentation(image: Tensor | Image.Image, labels: Tensor, names: Sequence[str]) -> Image.Image:
-    """A picture with a veil over each class, and under it the names of those that are there, the largest first. Pixels
-    whose label is no class, such as 255, are left as they are."""
+    """A picture with a veil over each class, and under it the names of those that are there, the largest first. What is
+    `background`, or has no class as 255 has none, is left as it is."""
     picture, seen = as_picture(image), labels.cpu().numpy()
     if seen.shape != (picture.height, picture.width):
         raise LinvitError(
             f"labels of {seen.shape} do not fit an image of {(picture.height, picture.width)}: resize one"
         )
     counts = np.bincount(seen.clip(0, len(names)).flatten(), minlength=len(names))[: len(names)]
-    present = [int(label) for label in np.argsort(-counts, kind="stable") if counts[label]]
+    largest = np.argsort(-counts, kind="stable").tolist()
+    present = [label for label in largest if counts[label] and names[label] != "background"]
     size = text_size(picture)
     for label in present:
         picture = paint(picture, seen == label, class_colour(label), 0.5, max(1, size // 12))
