@@ -47,7 +47,7 @@ ROOMS = {
         ),
         *("save", "survey"),
     },
-    "models": {"DenseModel", "FairPyramid", "list_models"},
+    "models": {"HEADS", "DenseModel", "FairPyramid", "list_models"},
     "measurement": {"CONVENTIONS", "Macs", "count_macs", "count_parameters", "measure_macs"},
     "figures": {"check_picture", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
     "training": {

@@ -118,9 +118,9 @@ def test_masks_are_refused_where_there_are_no_logits(kind: str) -> None:
     model = build(kind, masks=1.0)
     linvit.convert(model, permitting("stella"))
     for mode in (model.eval(), model.train()):
-        with pytest.raises(LinvitError, match="set model.attn_mask_probs to 0"):
+        with pytest.raises(LinvitError, match=r"set model\.attn_mask_probs to 0"):
             mode(image())
-    with pytest.raises(LinvitError, match="set model.attn_mask_probs to 0"):
+    with pytest.raises(LinvitError, match=r"set model\.attn_mask_probs to 0"):
         pickle.loads(pickle.dumps(copy.deepcopy(model)))(image())
     again = build(kind, masks=1.0)
     early = Plan("early", None, (Rule(Choice("stella"), layers=tuple(range(LAYERS - LAST))),))

@@ -258,6 +258,13 @@ def own_size(model: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size[-2:])
 
 
+def image_part(model: nn.Module) -> nn.Module:
+    """The part of a model that images go through without being looked at: of a detector or a segmenter its backbone,
+    for what its head does depends on what is in them."""
+    backbone = getattr(model, "backbone", None)
+    return backbone if isinstance(backbone, nn.Module) and hasattr(backbone, "trunk") else model
+
+
 def probe_grids(
     model: nn.Module,
     hosts: list[tuple[str, nn.Module]],
@@ -291,23 +298,24 @@ def probe_grids(
                 found[name] = grid
 
         handles.append(module.register_forward_pre_hook(see, with_kwargs=True))
+    part = image_part(model)
     # Every module once: functional_call would not put back what it finds under two names (CoaT shares modules).
     meta = {
         f"{owner}.{name}" if owner else name: tensor.to("meta")
-        for owner, module in model.named_modules()
+        for owner, module in part.named_modules()
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     }
-    channels = getattr(model, "in_chans", 3)
+    channels = getattr(getattr(part, "trunk", part), "in_chans", 3)
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
             picture = torch.empty(1, channels, *size, device="meta")
             try:
-                torch.func.functional_call(model.eval(), meta, (picture,), tie_weights=False)
+                torch.func.functional_call(part.eval(), meta, (picture,), tie_weights=False)
             except (RuntimeError, NotImplementedError):  # a model that looks at its data, as Gemma 4 for padding
-                model(torch.zeros_like(picture, device=next(model.parameters()).device))
+                part(torch.zeros_like(picture, device=next(model.parameters()).device))
     finally:
-        model.train()  # timm's LeViT forgets the biases it cached in evaluation mode only so
+        part.train()  # timm's LeViT forgets the biases it cached in evaluation mode only so
         for module, training in modes:
             module.training = training
         for handle in handles:

@@ -17,7 +17,7 @@ from torch import nn
 
 from linvit.attention import TokenGrid
 from linvit.codec import to_plain
-from linvit.conversion.convert import Step, build_mechanism, find_hosts, install
+from linvit.conversion.convert import Step, build_mechanism, find_hosts, image_part, install
 from linvit.conversion.host import Host
 from linvit.conversion.plan import Choice
 from linvit.errors import LinvitError, unknown
@@ -105,8 +105,10 @@ def origin(
                 kind = type(model).__name__
                 raise LinvitError(f"this {kind} has no timm name: give model_name='…' and model_args={{…}}")
             known = {**(noted.get("args", {}) if name == noted.get("name") else {}), **(args or {})}
-            found = {**known, **discover(model, rebuild(name, known))}
-            again = rebuild(name, found)
+            again = rebuild(name, known)
+            found = {**known, **discover(model, again)}
+            if found != known:
+                again = rebuild(name, found)
             lacking = "'img_size': …" if "img_size" in parameters(inner(again)) - found.keys() else "…"
             hint = f"give model_args={{{lacking}}}"
         install_layers(again, layers)
@@ -169,8 +171,11 @@ def heads(model: Any) -> Any:
 
 
 def discover(model: nn.Module, built: nn.Module) -> dict[str, Any]:
-    """Arguments by which the model differs from the one built without them, as far as they can be read off it."""
+    """Arguments by which the model differs from the one built without them, as far as they can be read off it. Those of
+    a detector or a segmenter are noted when it is built."""
     found: dict[str, Any] = {}
+    if image_part(model) is not model:
+        return found
     if type(model).__module__ == "timm.models._features" and type(built) is not type(model):
         info: Any = model.feature_info
         found |= {"features_only": True, "out_indices": tuple(info.out_indices)}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.conversion.convert import find_hosts, find_steps, install, names_to_drop
+from linvit.conversion.convert import find_hosts, find_steps, image_part, install, names_to_drop
 from linvit.conversion.plan import Plan, as_plan
 from linvit.errors import LinvitError
 
@@ -122,13 +122,17 @@ def first_images(loader: Iterable[Any], images: int, device: torch.device) -> It
 
 
 def outputs(model: nn.Module, batch: Tensor) -> Tensor:
-    """The model's outputs in evaluation mode, one row per image, centred so that a common offset does not count."""
-    training = model.training
+    """The model's outputs in evaluation mode, one row per image, centred so that a common offset does not count; of a
+    detector or a segmenter, the maps that its head reads."""
+    part = image_part(model)
+    training = part.training
     try:
         with torch.no_grad():
-            out = model.eval()(batch)
+            out = part.eval()(batch)
     finally:
-        model.train(training)
+        part.train(training)
+    if part is not model:
+        out = torch.cat([level.flatten(1) for level in out], dim=1)
     rows = (out[0] if isinstance(out, list | tuple) else out).flatten(1).double()
     return rows - rows.mean(1, keepdim=True)
 

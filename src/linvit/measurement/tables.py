@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import timm
 import torch
@@ -12,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from linvit.attention import Mechanism
 from linvit.measurement.macs import count_macs, count_parameters
 from linvit.measurement.published import Printed, Table
+from linvit.models.dense import HEADS, DenseModel
 
 LEFT_OUT: dict[str, type[nn.Module]] = {"mechanisms": Mechanism, "batch_norm": _BatchNorm}
 
@@ -60,7 +62,7 @@ def compare_row(printed: Printed, table: Table) -> Compared:
         params, macs = (Cell(cell, None, agrees=False, must=bool(failure)) for cell in (printed.params, printed.macs))
         return Compared(printed, params, macs, failure)
 
-    if not printed.model:
+    if not printed.model or lacks_extra(printed.model):
         return not_counted()
     try:
         with warnings.catch_warnings(), torch.device("meta"):  # where 246 M parameters cost nothing
@@ -68,18 +70,25 @@ def compare_row(printed: Printed, table: Table) -> Compared:
             model = timm.create_model(printed.model, **printed.options)
         ours = count_parameters(model) / 1e6
         their_way = count_parameters(model, without=LEFT_OUT.get(printed.left_out)) / 1e6
-        macs = count_macs(model, printed.size, table.convention) / 1e9
+        dense = isinstance(model, DenseModel)  # what its head computes depends on the image
+        macs = None if dense else count_macs(model, printed.size, table.convention) / 1e9
     except Exception as error:  # a table is printed whole, whatever is wrong with one of its rows
         return not_counted(f"{printed.model}: {str(error).partition(chr(10))[0] or type(error).__name__}")
 
-    def cell(name: str, published: str, ours: float, agrees: bool) -> Cell:
+    def cell(name: str, published: str, ours: float | None, agrees: bool) -> Cell:
         return Cell(published, ours, agrees, must=bool(published) and name not in printed.differs)
 
     return Compared(
         printed,
         cell("params", printed.params, ours, is_printed(their_way, printed.params)),
-        cell("macs", printed.macs, macs, is_near(macs, printed.macs, table.tolerance)),
+        cell("macs", printed.macs, macs, macs is not None and is_near(macs, printed.macs, table.tolerance)),
     )
+
+
+def lacks_extra(model: str) -> bool:
+    """Whether the model comes from a package that is not installed."""
+    head = HEADS.get(model)
+    return head is not None and bool(head.extra) and find_spec(head.extra) is None
 
 
 def is_printed(value: float, printed: str) -> bool:

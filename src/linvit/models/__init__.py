@@ -1,7 +1,7 @@
 """What timm lacks, and the papers' named models. Importing this registers them all with timm."""
 
-from linvit.models.dense import DenseModel
+from linvit.models.dense import HEADS, DenseModel
 from linvit.models.named import list_models
 from linvit.models.pyramid import FairPyramid
 
-__all__ = ["DenseModel", "FairPyramid", "list_models"]
+__all__ = ["HEADS", "DenseModel", "FairPyramid", "list_models"]

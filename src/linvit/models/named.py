@@ -35,6 +35,7 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
 WINDOWS = {4: 7, 7: 8}  # on patches of 7 pixels the last stage has 4×4 tokens, and the window shrinks to them
 COLUMN: dict[str, Any] = {"embed_dim": 384, "depths": (12,), "num_heads": (12,)}
 default_cfgs: dict[str, Any] = {}  # where timm looks for them
+ON_BACKBONES: set[str] = set()  # of them detectors and segmenters, which are built on another model
 
 
 def default_cfg(**overrides: Any) -> dict[str, Any]:
@@ -72,13 +73,15 @@ def add_model(
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
     default_cfgs[name] = cfg
+    if fetches:
+        ON_BACKBONES.add(name)
     globals()[name] = entrypoint
     register_model(entrypoint)
 
 
 def list_models() -> list[str]:
-    """Names of all models this package registered with timm, sorted."""
-    return sorted(default_cfgs)
+    """Names of the classifiers this package registered with timm, sorted."""
+    return sorted(name for name in default_cfgs if name not in ON_BACKBONES)
 
 
 def derived(name: str, base: str, plan: Callable[..., Plan], options: Sequence[str] = (), **fixed: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linvit.conversion import open_model
 from linvit.conversion.calibration import eight_bits
 from linvit.conversion.saving import label_names
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unreadable
 from linvit.models.dense import HEADS, DenseModel
 from linvit.tasks.classify.augmenting import normalise, statistics
 from linvit.tasks.classify.checks import check_size, outputs_of
@@ -24,7 +24,7 @@ from linvit.tasks.classify.readers import images_below
 from linvit.tasks.dense.files import Files
 from linvit.tasks.dense.fitting import trained_settings
 from linvit.tasks.dense.loading import batch_of
-from linvit.tasks.dense.pixels import read_image
+from linvit.tasks.dense.pixels import open_picture
 from linvit.tasks.dense.transforms import stretch, to_original
 from linvit.tasks.detect.drawing import draw_detections
 from linvit.tasks.kinds import Model
@@ -148,10 +148,14 @@ def found_images(given: Sequence[Photograph]) -> list[Photograph]:
 def opened(image: Photograph) -> Tensor:
     """An image as bytes `(3, height, width)`, turned as its EXIF says."""
     if isinstance(image, str | Path):
-        if not os.path.exists(image):
-            raise LinvitError(f"there is no image {image}")
         path = Path(image)
-        return read_image(Files(path.parent), path.name)
+        if not path.exists():
+            raise LinvitError(f"there is no image {path}")
+        picture = open_picture(Files(path.parent), path.name)
+        try:
+            return opened(picture)
+        except ValueError as error:
+            raise Unreadable(f"cannot read image {path}: {error}") from None
     if isinstance(image, Image.Image):
         return channels_first(eight_bits(ImageOps.exif_transpose(image)).convert("RGB"))
     if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:

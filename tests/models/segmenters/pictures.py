@@ -25,6 +25,9 @@ class Strided(nn.Module):
             before = width
         self.sizes: Tensor | None = None
 
+    def no_weight_decay(self) -> set[str]:
+        return {"trunk.0.0.0.bias"}
+
     def forward(self, images: Tensor, sizes: Tensor | None = None) -> list[Tensor]:
         self.sizes = sizes
         maps = []

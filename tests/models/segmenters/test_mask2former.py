@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from linvit.models.backbones import make_backbone
 from linvit.models.dense import IGNORED
-from linvit.models.segmenters.mask2former import Mask2Former
+from linvit.models.segmenters.mask2former import Mask2Former, per_process
 from tests.models.segmenters.pictures import CLASSES, Strided, ignored, shapes
 
 transformers = pytest.importorskip("transformers")
@@ -87,6 +88,14 @@ def test_classes_that_an_image_shows_are_its_masks(monkeypatch: pytest.MonkeyPat
     assert torch.equal(truths[0], torch.stack([labels[0] == 0, labels[0] == 2]).float())
 
 
+def test_masks_are_counted_over_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert per_process(0, torch.device("cpu")) == 1
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda count: count.add_(5))  # the other process has 5
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    assert per_process(3, torch.device("cpu")) == 4
+
+
 def test_parameters_are_those_published() -> None:
     """44 M with ResNet-50 and 47 M with Swin-T, as the paper has them."""
     for channels, trunk, published in (
@@ -97,3 +106,11 @@ def test_parameters_are_those_published() -> None:
             model = Mask2Former(Strided(channels), 150)
         own = sum(p.numel() for part in ("neck", "head") for m in model.parts()[part] for p in m.parameters())
         assert round((trunk + own) / 1e6) == published
+
+
+def test_parameters_with_the_adapter_are_those_of_castling_vit() -> None:
+    """118 M with ViT-B: its 85.8, the decoders' 20.3, and 11.9 of an adapter without the extractors' MLPs."""
+    with torch.device("meta"):
+        backbone = make_backbone("vit_base_patch16_224", pyramid="adapter", pyramid_args={"mlp_ratio": 0})
+        model = Mask2Former(backbone, 150)
+    assert sum(p.numel() for p in model.parameters()) == 118_016_951

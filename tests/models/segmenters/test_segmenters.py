@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit import LinvitError
+from linvit.measurement.macs import count_macs
 from linvit.models.dense import IGNORED
 from linvit.models.segmenters.mask2former import Mask2Former
 from linvit.models.segmenters.semantic_fpn import SemanticFPN
@@ -66,12 +67,12 @@ def test_every_parameter_learns(build: Build) -> None:
     assert sum(bool(parameter.grad.any()) for parameter in model.parameters()) > 0.8 * len(list(model.parameters()))
 
 
-@every
-def test_overfits_a_few_images(build: Build) -> None:
+@pytest.mark.parametrize(("build", "steps"), [(semantic_fpn, 60), (upernet, 90), (mask2former, 40)])
+def test_overfits_a_few_images(build: Build, steps: int) -> None:
     model = build().train()
     images, targets = shapes(3)
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    for _ in range(60):
+    for _ in range(steps):
         optimiser.zero_grad()
         total(model(images, targets)).backward()
         optimiser.step()
@@ -80,9 +81,11 @@ def test_overfits_a_few_images(build: Build) -> None:
         logits = model.eval()(images)
         with torch.autocast("cpu", torch.bfloat16):
             half = model(images)
+        padded = model(F.pad(images, (0, 32, 0, 16)), targets)[..., :64, :64]
     meter.add(logits, [target["labels"] for target in targets])
     assert meter.compute().metrics()["mIoU"] >= 0.9
     assert half.dtype == torch.float32 and (half.argmax(1) == logits.argmax(1)).float().mean() > 0.98
+    assert (padded.argmax(1) == logits.argmax(1)).float().mean() > 0.95
 
 
 @every
@@ -124,6 +127,12 @@ def test_half_precision_learns_in_single(build: Build) -> None:
 
 
 @every
+def test_is_counted_without_data(build: Build) -> None:
+    model = build()
+    assert count_macs(model, (3, 64, 96)) > count_macs(model.backbone, (3, 64, 96)) > 0
+
+
+@every
 def test_parts_hold_every_parameter_once(build: Build) -> None:
     model = build()
     counted = [id(p) for part in model.parts().values() for module in part for p in module.parameters()]
@@ -132,6 +141,18 @@ def test_parts_hold_every_parameter_once(build: Build) -> None:
 
 
 @every
-def test_training_wants_targets(build: Build) -> None:
+def test_tables_are_not_decayed(build: Build) -> None:
+    model = build()
+    names = model.no_weight_decay()
+    assert "backbone.trunk.0.0.0.bias" in names and names <= dict(model.named_parameters()).keys()
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    assert embeddings <= {id(model.get_parameter(name)) for name in names}
+
+
+@every
+def test_mistakes_are_one_line(build: Build) -> None:
+    model, (images, targets) = build().train(), shapes()
     with pytest.raises(LinvitError, match="wants targets"):
-        build().train()(torch.randn(2, 3, 64, 64))
+        model(images)
+    with pytest.raises(LinvitError, match="labels of 64×64 pixels for images of 64×32"):
+        model(images[..., :32], targets)

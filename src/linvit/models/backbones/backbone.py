@@ -100,7 +100,7 @@ class Backbone(nn.Module):
         if size[0] > only[0] or size[1] > only[1]:
             raise LinvitError(
                 f"this {type(self.trunk).__name__} takes images up to {only[0]}×{only[1]} pixels, got "
-                f"{size[0]}×{size[1]}: build it with img_size=({size[0]}, {size[1]})"
+                f"{size[0]}×{size[1]}: build it with a larger img_size"
             )
         return only
 

@@ -1,5 +1,6 @@
 """A trained classifier's weights and mechanisms for the trunk of a backbone."""
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -63,7 +64,9 @@ def fit(key: str, tensor: Tensor, own: Tensor, source: Any, trunk: Any) -> Tenso
             tensor = torch.cat((tensor[:, :kept], table), dim=1)
     elif key.endswith("relative_position_bias_table") and tensor.shape != own.shape:
         window = trunk.get_submodule(key.rpartition(".")[0]).window_size
-        tensor = resize_rel_pos_bias_table(tensor, new_window_size=window, new_bias_shape=tuple(own.shape))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="timm.layers")  # how it indexes is not the user's matter
+            tensor = resize_rel_pos_bias_table(tensor, new_window_size=window, new_bias_shape=tuple(own.shape))
     if tensor.shape != own.shape:
         here, there = size(tuple(own.shape)), size(tuple(tensor.shape))
         raise LinvitError(f"the weights do not fit the backbone: {key} is {there}, and {here} there")

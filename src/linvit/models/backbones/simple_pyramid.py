@@ -34,16 +34,26 @@ class SimplePyramid(nn.Module):
             )
 
     def forward(self, last: Tensor, size: tuple[int, int], sizes: Tensor | None = None) -> list[Tensor]:
-        """The maps of images of this size from their last map. Given the images' sizes without padding, the 3×3
-        convolution sees zeros outside, as at an image's edge."""
+        """The maps of images of this size from their last map. Given the images' sizes without padding, what is outside
+        is not pooled and is zero to the 3×3 convolution, as beyond the edge of an image alone."""
         maps = []
         levels = zip(STRIDES, self.doublings, self.scales, self.inputs, self.outputs, strict=True)
         for stride, count, scale, narrow, smooth in levels:
-            level = to_stride(narrow(scale(last)), self.patch / 2**count, stride, size)
+            scaled = pool(scale, last, self.patch, sizes) if count < 0 else scale(last)
+            level = to_stride(narrow(scaled), self.patch / 2**count, stride, size)
             if sizes is not None:
                 level = level * inside(sizes, stride, (level.shape[-2], level.shape[-1]))
             maps.append(smooth(level))
         return maps
+
+
+def pool(pooling: nn.Module, picture: Tensor, stride: int, sizes: Tensor | None) -> Tensor:
+    """The largest of each place; what is outside takes no part, and is zero where there is nothing else."""
+    if sizes is None:
+        return pooling(picture)
+    seen = inside(sizes, stride, (picture.shape[-2], picture.shape[-1]))
+    pooled = pooling(picture.masked_fill(~seen, float("-inf")))
+    return pooled.masked_fill(pooled == float("-inf"), 0.0)
 
 
 def rescale(dim: int, doublings: int) -> nn.Module:

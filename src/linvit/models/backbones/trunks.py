@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers import to_2tuple
 from timm.models.eva import Eva
+from timm.models.mvitv2 import MultiScaleVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from linvit.conversion.convert import own_size
+from linvit.conversion.convert import convert, find_hosts, own_size
 from linvit.conversion.host import Host
 from linvit.conversion.opening import create_model
 from linvit.conversion.rebuilding import inner, parameters
@@ -44,21 +46,43 @@ class Layout:
         return len(self.strides) == 1
 
 
+SURVEYED: dict[str, tuple[dict[str, Any], Layout]] = {}  # by name and arguments: a model is often built again
+
+
 def build_trunk(name: str, pretrained: bool, args: Mapping[str, Any]) -> tuple[nn.Module, Layout]:
     """A timm model without its classifier, for images of any size as far as it can be, and its layout."""
-    args = dict(args)
-    with torch.device("meta"):
-        first = create_model(name, False, args, "backbone", "")
-        if hasattr(first, "forward_intermediates"):
-            taken = parameters(first)
-            args = {key: value for key, value in ANY_SIZE.items() if key in taken} | {"num_classes": 0} | args
-        else:
-            args["features_only"] = True
-        twin = create_model(name, False, args, "backbone", "")
-        layout = survey(name, twin)
-    trunk = create_model(name, pretrained, args, "backbone", "pretrained=False")
+    key = f"{name} {sorted(args.items())}"
+    if key not in SURVEYED:
+        SURVEYED[key] = survey(name, args)
+    taken, layout = SURVEYED[key]
+    trunk = create_model(name, pretrained, dict(taken), "backbone", "pretrained=False")
+    free_sizes(trunk)
     drop_parameters(trunk, layout.unused)
     return trunk, layout
+
+
+def survey(name: str, args: Mapping[str, Any]) -> tuple[dict[str, Any], Layout]:
+    """The arguments that let a trunk take any size, and what it then is like, tried on the meta device."""
+    with torch.device("meta"):
+        first = create_model(name, False, dict(args), "backbone", "")
+        if hasattr(first, "forward_intermediates"):
+            known = parameters(first)
+            taken = {key: value for key, value in ANY_SIZE.items() if key in known} | {"num_classes": 0, **args}
+        else:
+            taken = {"features_only": True, **args}
+        try:
+            twin = create_model(name, False, dict(taken), "backbone", "")
+        except LinvitError as error:
+            raise LinvitError(f"{name} cannot be a backbone: timm has no way to its maps") from error
+        free_sizes(twin)
+        return taken, try_sizes(name, twin, to_2tuple(args.get("img_size") or own_size(inner(twin))))
+
+
+def free_sizes(trunk: nn.Module) -> None:
+    """timm's MViTv2 has relative positions for one size. As a softmax host it resizes them, as its authors do."""
+    hosts = find_hosts(trunk)
+    if isinstance(trunk, MultiScaleVit) and not any(isinstance(module, Host) for _, module in hosts):
+        convert(trunk, "softmax")
 
 
 def maps_of(trunk: Any, images: Tensor, indices: Sequence[int] | None = None, mask: Tensor | None = None) -> Any:
@@ -72,26 +96,26 @@ def maps_of(trunk: Any, images: Tensor, indices: Sequence[int] | None = None, ma
     return trunk.forward_intermediates(images, indices=wanted, intermediates_only=True, **given)
 
 
-def survey(name: str, twin: nn.Module) -> Layout:
-    """Try a trunk on the meta device."""
+def try_sizes(name: str, twin: nn.Module, own: tuple[int, int]) -> Layout:
+    """The layout of a trunk that is on the meta device; `own` is the size that it is built for."""
     channels = getattr(inner(twin), "in_chans", 3)
 
     def shapes(size: tuple[int, int]) -> list[tuple[int, ...]]:
         with torch.no_grad():
             return [tuple(found.shape[1:]) for found in maps_of(twin, torch.empty(2, channels, *size))]
 
-    own = own_size(inner(twin))
     try:
         found = shapes(own)
-    except (RuntimeError, NotImplementedError) as error:
-        raise LinvitError(f"{name} cannot be a backbone: its maps cannot be told without images ({error})") from error
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise LinvitError(f"{name} gives no maps of {own[0]}×{own[1]} pixels: {error}") from error
     exact = [own[0] / height for _, height, _ in found]
     at = {int(stride): index for index, stride in enumerate(exact) if stride == int(stride)}  # the last of each stride
     strides = tuple(at) if len(at) == 1 else choose_strides(name, sorted(exact), at)
     indices = tuple(at[stride] for stride in strides)
     multiple = next((m for m in MULTIPLES if takes(shapes, m, indices, strides)), None)
-    maps = maps_of(twin.train(), torch.empty(2, channels, *own), indices)
-    torch.stack([found.sum() for found in maps]).sum().backward()
+    with torch.enable_grad():
+        maps = maps_of(twin.train(), torch.empty(2, channels, *own), indices)
+        torch.stack([found.sum() for found in maps]).sum().backward()
     return Layout(
         indices,
         tuple(found[index][0] for index in indices),

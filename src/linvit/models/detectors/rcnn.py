@@ -69,10 +69,11 @@ class RCNN(DenseModel):
 
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Any:
         whole = (images.shape[-2], images.shape[-1])
-        sizes = None if targets is None else torch.stack([target["size"] for target in targets]).to(images.device)
+        sizes = None if targets is None else torch.stack([target["size"] for target in targets])
         shapes = [whole] * len(images) if sizes is None else [(height, width) for height, width in sizes.tolist()]
+        padded = sizes.to(images.device) if sizes is not None and any(shape != whole for shape in shapes) else None
         learned = self.learned(targets, shapes, images) if self.training else None
-        maps = self.neck(by_level(self.backbone(images, sizes)))
+        maps = self.neck(by_level(self.backbone(images, padded)))
         proposals, losses = self.rpn(ImageList(images, shapes), maps, learned)
         detections, others = self.roi_heads(maps, proposals, shapes, learned)
         if self.training:

@@ -24,6 +24,10 @@ class Segmenter(DenseModel):
         self.backbone = backbone
         self.num_classes = num_classes
 
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that are tables rather than weights, which are not decayed."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
     def maps(self, images: Tensor, targets: Sequence[Target] | None) -> list[Tensor]:
         """The backbone's four maps. Targets tell which part of an image is padding."""
         sizes = None if targets is None else torch.stack([target["size"] for target in targets]).to(images.device)
@@ -35,6 +39,10 @@ class Segmenter(DenseModel):
             raise LinvitError("a segmenter in training wants targets: give them, or call eval() first")
         height, width = images.shape[-2:]
         rows = [target["labels"] for target in targets]
+        for row in rows:
+            if row.shape[0] > height or row.shape[1] > width:
+                given = f"labels of {row.shape[0]}×{row.shape[1]} pixels for images of {height}×{width}"
+                raise LinvitError(f"{given}: resize both alike")
         padded = [F.pad(row, (0, width - row.shape[1], 0, height - row.shape[0]), value=IGNORED) for row in rows]
         return torch.stack(padded).to(images.device, torch.long)
 

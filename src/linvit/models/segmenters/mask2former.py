@@ -19,6 +19,7 @@ from transformers.models.mask2former.modeling_mask2former import (
     Mask2FormerTransformerModule,
 )
 
+from linvit.attention.mechanism import outside_autocast
 from linvit.models.dense import IGNORED, Target
 from linvit.models.segmenters.base import Segmenter, resize
 
@@ -50,23 +51,19 @@ class Mask2Former(Segmenter):
         points: int = 12544,
     ) -> None:
         super().__init__(backbone, num_classes)
-        config = Mask2FormerConfig(
-            num_labels=num_classes,
-            feature_size=channels,
-            mask_feature_size=channels,
-            hidden_dim=channels,
-            num_queries=queries,
-            encoder_layers=pixel_layers,
-            decoder_layers=layers + 1,  # transformers counts the answer before the first layer
-            num_attention_heads=heads,
-            encoder_feedforward_dim=pixel_feedforward,
-            dim_feedforward=feedforward,
-            train_num_points=points,
-            class_weight=WEIGHTS["class"],
-            mask_weight=WEIGHTS["mask"],
-            dice_weight=WEIGHTS["dice"],
-        )
-        self.decoders = Decoders(config, list(backbone.channels))
+        settings: dict[str, Any] = {
+            "num_labels": num_classes,
+            **dict.fromkeys(("feature_size", "mask_feature_size", "hidden_dim"), channels),
+            "num_queries": queries,
+            "encoder_layers": pixel_layers,
+            "decoder_layers": layers + 1,  # transformers counts the answer before the first layer
+            "num_attention_heads": heads,
+            "encoder_feedforward_dim": pixel_feedforward,
+            "dim_feedforward": feedforward,
+            "train_num_points": points,
+            **{f"{kind}_weight": weight for kind, weight in WEIGHTS.items()},
+        }
+        self.decoders = Decoders(Mask2FormerConfig(**settings), backbone.channels, num_classes)
 
     def parts(self) -> dict[str, list[nn.Module]]:
         inside = self.decoders
@@ -76,9 +73,15 @@ class Mask2Former(Segmenter):
             "head": [inside.query_decoder, inside.classifier],
         }
 
+    def no_weight_decay(self) -> set[str]:
+        """Queries and level embeddings beside the backbone's tables, as in the original."""
+        queries = {"queries_features.weight", "queries_embedder.weight", "level_embed.weight"}
+        own = {f"decoders.query_decoder.{name}" for name in queries} | {"decoders.pixel_decoder.level_embed"}
+        return super().no_weight_decay() | own
+
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Tensor | dict[str, Tensor]:
         classes, masks = self.decoders(self.maps(images, targets))
-        with torch.autocast(images.device.type, enabled=False):
+        with outside_autocast(images.device):
             if self.training:
                 return self.decoders.losses(classes, masks, self.labels(images, targets))
             chances = classes[-1].float().softmax(-1)[..., :-1]
@@ -91,11 +94,11 @@ class Decoders(Mask2FormerPreTrainedModel):
     """All behind the backbone. They begin with the weights of the original code: transformers has those of the
     attention layers, and small normal ones elsewhere, as it expects to be loaded with trained ones."""
 
-    def __init__(self, config: Mask2FormerConfig, channels: list[int]) -> None:
+    def __init__(self, config: Mask2FormerConfig, channels: Sequence[int], num_classes: int) -> None:
         super().__init__(config)
-        self.pixel_decoder = Mask2FormerPixelDecoder(config, channels)
+        self.pixel_decoder = Mask2FormerPixelDecoder(config, list(channels))
         self.query_decoder = Mask2FormerTransformerModule(config.feature_size, config)
-        self.classifier = nn.Linear(config.hidden_dim, config.num_labels + 1)
+        self.classifier = nn.Linear(config.hidden_dim, num_classes + 1)
         self.criterion = Mask2FormerLoss(config, {})
         self.post_init()
         self.begin_as_released()
@@ -126,7 +129,7 @@ class Decoders(Mask2FormerPreTrainedModel):
         """The losses of all layers, by kind. An image without a judged pixel adds nothing."""
         shown = [present(row) for row in labels]
         truths = [(row == these[:, None, None]).float() for row, these in zip(labels, shown, strict=True)]
-        count = per_process(sum(len(these) for these in shown), labels.device)
+        count: Any = per_process(sum(len(these) for these in shown), labels.device)
         judged = [image for image, these in enumerate(shown) if len(these)]
         found: dict[str, list[Tensor]] = {kind: [] for kind in WEIGHTS}
         for said, drawn in zip(classes, masks, strict=True):

@@ -37,17 +37,18 @@ class UPerNet(Segmenter):
         dropout: float = 0.1,
     ) -> None:
         super().__init__(backbone, num_classes)
-        config = UperNetConfig(
-            hidden_size=channels,
-            pool_scales=tuple(pools),
-            auxiliary_channels=auxiliary_channels,
-            num_labels=num_classes,
-        )
+        settings: dict[str, Any] = {
+            "num_labels": num_classes,
+            "hidden_size": channels,
+            "auxiliary_channels": auxiliary_channels,
+            "pool_scales": tuple(pools),
+        }
+        config = UperNetConfig(**settings)
         maps = list(backbone.channels)
         self.head = UperNetHead(config, maps)
         self.auxiliary = UperNetFCNHead(config, maps, in_index=AUXILIARY_MAP)
-        last: Any = self.auxiliary.convs[-1]
-        for block in (self.head.fpn_bottleneck, last):
+        convolutions: Any = self.auxiliary.convs
+        for block in (self.head.fpn_bottleneck, convolutions[-1]):
             block.activation = nn.Sequential(nn.ReLU(), nn.Dropout2d(dropout))
         for head in (self.head, self.auxiliary):
             begin_undecided(head.classifier)

@@ -117,7 +117,8 @@ class SegmentationMeter:
 
     def merge(self, state: np.ndarray) -> None:
         """Add the state of another process."""
-        self.counts.confmat[:-1] += torch.as_tensor(state, device=self.counts.confmat.device)
+        whole = F.pad(torch.as_tensor(state), (0, 0, 0, 1)).to(self.counts.confmat.device)
+        self.counts.confmat = self.counts.confmat + whole
 
     def compute(self) -> SegmentationMetrics:
         table = self.state()
