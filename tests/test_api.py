@@ -47,7 +47,7 @@ ROOMS = {
         ),
         *("save", "survey"),
     },
-    "models": {"HEADS", "DenseModel", "FairPyramid", "list_models"},
+    "models": {"HEADS", "Backbone", "DenseModel", "FairPyramid", "list_models", "make_backbone"},
     "measurement": {"CONVENTIONS", "Macs", "count_macs", "count_parameters", "measure_macs"},
     "figures": {"check_picture", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
     "training": {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from linvit.errors import LinvitError
@@ -27,7 +28,8 @@ class DenseModel(nn.Module):
     """Base of detectors and segmenters.
 
     Images are `(batch, 3, height, width)`, normalised, and padded at the right and the bottom where they differ in
-    size. A target is a dict of tensors for each image: `size` is its height and width without padding; `boxes` are
+    size; maps of labels and masks are padded with them. A target is a dict of tensors for each image: `size`, best on
+    the CPU, is its height and width without padding; `boxes` are
     `(n, 4)` as left, top, right, bottom in pixels, with `labels` `(n,)` and, for models with `masks`, `masks`
     `(n, height, width)`; of a segmenter, `labels` are `(height, width)`, with 255 for pixels that are not judged.
     Labels count classes from 0; a detector keeps its background to itself.
@@ -46,8 +48,22 @@ class DenseModel(nn.Module):
         """What the model consists of, from the image on, for counting and timing by part."""
         raise NotImplementedError
 
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that are tables rather than weights, which are not decayed."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Any:
         raise NotImplementedError
+
+
+def sizes_of(images: Tensor, targets: Sequence[Target] | None) -> Tensor | None:
+    """Heights and widths of the images without padding, `(batch, 2)` on the images' device; none where nothing is
+    padded, so that attention goes without a mask."""
+    if targets is None:
+        return None
+    sizes = torch.stack([target["size"] for target in targets])
+    padded = bool((sizes != torch.tensor(images.shape[-2:], device=sizes.device)).any())
+    return sizes.to(images.device, non_blocking=True) if padded else None
 
 
 @dataclass(frozen=True)

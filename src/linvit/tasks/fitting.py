@@ -37,7 +37,8 @@ class Fitting:
         """Bring a model into the recipe's form."""
         check_trainable(model, self.config)
         config = self.config
-        if not set_drop_path(model, config.drop_path, config.drop_path_skip, config.drop_path_rule):
+        trunk: Any = getattr(getattr(model, "backbone", None), "trunk", model)
+        if not set_drop_path(trunk, config.drop_path, config.drop_path_skip, config.drop_path_rule):
             self.note(f"{type(model).__name__} has no place for drop path: left out" if config.drop_path else "")
         if compiles(config, self.processes.device):
             # The compiler gives up on a function after a few different uses of it and leaves it slow, so what it holds

@@ -11,6 +11,7 @@ from linvit.models.backbones import Backbone, make_backbone
 VIT: dict[str, Any] = {"img_size": 64, "depth": 4, "embed_dim": 48, "num_heads": 3}
 STAGES: dict[str, Any] = {"embed_dims": (16, 32, 48, 64), "depths": (1, 1, 1, 1)}
 WINDOWS: dict[str, Any] = {"img_size": 64, "window_size": 4, "embed_dim": 24, "num_heads": (2, 2, 4, 4)}
+FORMER: dict[str, Any] = {"img_size": 128, "depths": (1, 1, 3, 3), "embed_dims": (16, 16, 32, 48)}
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,9 @@ PYRAMIDS = [
     Kind("hiera_tiny_224", {"img_size": (128, 160), "embed_dim": 16, "stages": (1, 1, 1, 1)}, only=(128, 160)),
     Kind("sam2_hiera_tiny", {"embed_dim": 16, "stages": (1, 1, 2, 1), "global_att_blocks": (3,)}, multiple=32),
     Kind("mvitv2_tiny", {"img_size": 64}),
-    Kind("efficientformerv2_s0", {"img_size": 128, "depths": (1, 1, 3, 3)}, only=(128, 128)),
-    Kind("mobile_efficientformerv2_s0", {"img_size": 128, "depths": (1, 1, 3, 3)}),
+    Kind("efficientformerv2_s0", FORMER, only=(128, 128)),
+    Kind("mobile_efficientformerv2_s0", FORMER),
     Kind("maxvit_pico_rw_256", {"img_size": 64, "embed_dim": (32, 32, 32, 64), "depths": (1, 1, 1, 1)}, multiple=64),
-    Kind("davit_tiny", {**STAGES, "num_heads": (1, 2, 3, 4), "window_size": 3}),
     Kind("fair_pyramid_p4_sa", {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 4, 8)}),
     Kind("fair_pyramid_p7_ea", {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 4, 8)}),
     Kind("densenet121", {"growth_rate": 4, "block_config": (1, 1, 1, 1)}, multiple=32),

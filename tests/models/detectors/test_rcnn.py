@@ -260,6 +260,8 @@ def test_weights_make_the_round_trip(kind: type[RCNN]) -> None:
 
 @every
 def test_mistakes(kind: type[RCNN]) -> None:
+    with pytest.raises(LinvitError, match="one for each stride"):
+        light(kind, anchor_sizes=(32, 64))
     model = light(kind)
     with pytest.raises(LinvitError, match="wants targets"):
         model(torch.randn(1, 3, 64, 64))

@@ -49,7 +49,8 @@ def is_taken_out(key: str, trunk: nn.Module) -> bool:
 
 
 def classifiers(source: Any) -> tuple[str, ...]:
-    """How the names of the classifier's parameters begin; distilled models have two classifiers."""
+    """How the names of the classifier's parameters begin, of which a trunk may never have known: timm builds DINOv2 and
+    EVA-02 without one. Distilled models have two."""
     found = source.get_classifier() if hasattr(source, "get_classifier") else ()
     kept = found if isinstance(found, tuple) else (found,)
     return tuple(f"{name}." for name, module in source.named_modules() if name and any(module is k for k in kept))

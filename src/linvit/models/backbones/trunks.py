@@ -58,20 +58,22 @@ def build_trunk(name: str, pretrained: bool, args: Mapping[str, Any]) -> tuple[n
     trunk = create_model(name, pretrained, dict(taken), "backbone", "pretrained=False")
     free_sizes(trunk)
     drop_parameters(trunk, layout.unused)
+    trunk.num_classes = 0  # type: ignore[assignment]
     return trunk, layout
 
 
 def survey(name: str, args: Mapping[str, Any]) -> tuple[dict[str, Any], Layout]:
     """The arguments that let a trunk take any size, and what it then is like, tried on the meta device."""
     with torch.device("meta"):
-        first = create_model(name, False, dict(args), "backbone", "")
-        if hasattr(first, "forward_intermediates"):
-            known = parameters(first)
-            taken = {key: value for key, value in ANY_SIZE.items() if key in known} | {"num_classes": 0, **args}
+        twin = create_model(name, False, dict(args), "backbone", "")
+        if hasattr(twin, "forward_intermediates"):
+            known = parameters(twin)
+            more = {key: value for key, value in ANY_SIZE.items() if key in known}
         else:
-            taken = {"features_only": True, **args}
+            more = {"features_only": True}
+        taken = {**more, **args}
         try:
-            twin = create_model(name, False, dict(taken), "backbone", "")
+            twin = create_model(name, False, dict(taken), "backbone", "") if more else twin
         except LinvitError as error:
             raise LinvitError(f"{name} cannot be a backbone: timm has no way to its maps") from error
         free_sizes(twin)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchvision.ops import batched_nms, generalized_box_iou_loss
 
 from linvit.errors import LinvitError, unknown
-from linvit.models.dense import DenseModel, Target
+from linvit.models.dense import DenseModel, Target, sizes_of
 from linvit.models.detectors.csp_pan import CSPPAN, Separable
 from linvit.models.detectors.losses import distribution_focal_loss, paired_iou, varifocal_loss
 from linvit.models.detectors.simota import assign
@@ -79,7 +79,7 @@ class PicoDet(DenseModel):
         if self.training and targets is None:
             raise LinvitError("PicoDet learns from targets: give them, or call eval() to detect")
         height, width = images.shape[-2:]
-        sizes = None if targets is None else torch.stack([target["size"] for target in targets]).to(images.device)
+        sizes = sizes_of(images, targets)
         grids = [(-(-height // stride), -(-width // stride)) for stride in STRIDES]
         padding: list[Tensor | None] = [None] * len(STRIDES)
         if sizes is not None:

@@ -16,7 +16,7 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 
 from linvit.errors import LinvitError
-from linvit.models.dense import DenseModel, Target
+from linvit.models.dense import DenseModel, Target, sizes_of
 from linvit.models.detectors.regions import (
     Anchors,
     BoxPredictor,
@@ -52,6 +52,8 @@ class RCNN(DenseModel):
         self.backbone, self.num_classes = backbone, num_classes
         self.neck = feature_pyramid(backbone.channels, width, pooled=True)
         strides = (*backbone.strides, 2 * backbone.strides[-1])
+        if len(anchor_sizes) != len(strides):
+            raise LinvitError(f"anchor_sizes are one for each stride of {strides}, got {tuple(anchor_sizes)}")
         self.rpn = RegionProposalNetwork(
             Anchors(anchor_sizes, anchor_ratios, strides),
             ProposalHead(width, len(anchor_ratios)),
@@ -69,11 +71,12 @@ class RCNN(DenseModel):
 
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Any:
         whole = (images.shape[-2], images.shape[-1])
-        sizes = None if targets is None else torch.stack([target["size"] for target in targets])
-        shapes = [whole] * len(images) if sizes is None else [(height, width) for height, width in sizes.tolist()]
-        padded = sizes.to(images.device) if sizes is not None and any(shape != whole for shape in shapes) else None
+        sizes = sizes_of(images, targets)
+        shapes = [whole] * len(images)
+        if sizes is not None and targets is not None:
+            shapes = [(int(height), int(width)) for height, width in (target["size"] for target in targets)]
         learned = self.learned(targets, shapes, images) if self.training else None
-        maps = self.neck(by_level(self.backbone(images, padded)))
+        maps = self.neck(by_level(self.backbone(images, sizes)))
         proposals, losses = self.rpn(ImageList(images, shapes), maps, learned)
         detections, others = self.roi_heads(maps, proposals, shapes, learned)
         if self.training:

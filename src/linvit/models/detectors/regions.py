@@ -91,5 +91,5 @@ def usable(target: Target, size: tuple[int, int], dtype: torch.dtype) -> Target:
 
 def pasted(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
     """Mask probabilities of boxes, `(n, 1, side, side)`, as masks of the whole image, `(n, height, width)`."""
-    pairs = zip(masks.split(PASTED), boxes.split(PASTED), strict=True)
+    pairs = zip(masks.split(PASTED), boxes.cpu().split(PASTED), strict=True)  # one transfer instead of several a mask
     return torch.cat([paste_masks_in_image(few, of, size)[:, 0] > 0.5 for few, of in pairs])

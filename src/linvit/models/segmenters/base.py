@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
-from linvit.models.dense import IGNORED, DenseModel, Target
+from linvit.models.dense import IGNORED, DenseModel, Target, sizes_of
 
 if TYPE_CHECKING:
     from linvit.models.backbones import Backbone
@@ -24,14 +24,9 @@ class Segmenter(DenseModel):
         self.backbone = backbone
         self.num_classes = num_classes
 
-    def no_weight_decay(self) -> set[str]:
-        """Parameters that are tables rather than weights, which are not decayed."""
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
-
     def maps(self, images: Tensor, targets: Sequence[Target] | None) -> list[Tensor]:
         """The backbone's four maps. Targets tell which part of an image is padding."""
-        sizes = None if targets is None else torch.stack([target["size"] for target in targets]).to(images.device)
-        return self.backbone(images, sizes)
+        return self.backbone(images, sizes_of(images, targets))
 
     def labels(self, images: Tensor, targets: Sequence[Target] | None) -> Tensor:
         """The labels of a batch, `(batch, height, width)`: padding is not judged."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torchvision.ops import Conv2dNormActivation, FeaturePyramidNetwork
+from torchvision.ops import Conv2dNormActivation
 
 from linvit.models.dense import Target
+from linvit.models.fpn import by_level, feature_pyramid
 from linvit.models.segmenters.base import Segmenter, begin_undecided, pixel_loss, resize
 
 if TYPE_CHECKING:
@@ -30,15 +31,14 @@ class SemanticFPN(Segmenter):
         dropout: float = 0.1,
     ) -> None:
         super().__init__(backbone, num_classes)
-        self.fpn = FeaturePyramidNetwork(list(backbone.channels), channels)
+        self.neck = feature_pyramid(backbone.channels, channels)
         self.head = SemanticHead(len(backbone.channels), channels, head_channels, num_classes, dropout)
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        return {"backbone": [self.backbone], "neck": [self.fpn], "head": [self.head]}
+        return {"backbone": [self.backbone], "neck": [self.neck], "head": [self.head]}
 
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Tensor | dict[str, Tensor]:
-        maps = self.maps(images, targets)
-        pyramid = self.fpn({str(level): picture for level, picture in enumerate(maps)})
+        pyramid = self.neck(by_level(self.maps(images, targets)))
         logits = self.head(list(pyramid.values()))
         if self.training:
             return {"segmentation": pixel_loss(logits, self.labels(images, targets))}

@@ -81,16 +81,16 @@ class DenseTask(Task):
         images, targets = batch
         if images.shape[-1] == size == images.shape[-2]:
             return batch
-        factors = images.new_tensor([size / images.shape[-2], size / images.shape[-1]])
+        factors = torch.tensor([size / images.shape[-2], size / images.shape[-1]])
         smaller = F.interpolate(images, (size, size), mode="bilinear", antialias=True, align_corners=False)
         return smaller, [resize_target(target, factors, size) for target in targets]
 
 
 def resize_target(target: Target, factors: Tensor, size: int) -> Target:
     """A training target of an image that was resized by these factors, height's and width's."""
-    found = {**target, "size": (target["size"] * factors).round().long().clamp(1, size)}
+    found = {**target, "size": (target["size"] * factors.to(target["size"].device)).round().long().clamp(1, size)}
     if "boxes" in target:
-        found["boxes"] = target["boxes"] * factors.flip(0).repeat(2)
+        found["boxes"] = target["boxes"] * factors.flip(0).repeat(2).to(target["boxes"].device)
         if "masks" in target:
             found["masks"] = nearest(target["masks"], size)
     else:

@@ -23,6 +23,7 @@ from linvit.tasks.dense.samples import Samples
 from linvit.tasks.dense.transforms import EvalTransform, TrainTransform, TransformSettings
 
 MULTIPLE = 32  # padded sides are a multiple of the coarsest stride
+ON_HOST = ("size", "original", "image_id")  # what only Python reads, for which nobody should wait for the device
 AHEAD = 2  # batches that each worker is ahead
 
 Batch = tuple[Tensor, list[Target]]
@@ -170,7 +171,8 @@ def unpack(packed: Packed, statistics: tuple[Tensor, Tensor]) -> Batch:
     targets: list[Target] = [{} for _ in range(len(images))]
     for name, values in packed.values.items():
         shapes = packed.shapes[name]
-        parts = values.to(device, non_blocking=True).split([torch.Size(shape).numel() for shape in shapes])
+        values = values if name in ON_HOST else values.to(device, non_blocking=True)
+        parts = values.split([torch.Size(shape).numel() for shape in shapes])
         for target, part, shape in zip(targets, parts, shapes, strict=True):
             target[name] = (part.long() if name == "labels" else part).view(shape)
     return normalised, targets
