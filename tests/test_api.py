@@ -23,7 +23,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 PUBLIC = {
     *("Capabilities", "Choice", "LinvitError", "Mechanism", "Plan", "Rule", "TokenGrid", "__version__"),
     *("compare", "convert", "create_attention", "evaluate", "list_mechanisms", "list_models", "list_plans"),
-    *("list_recipes", "load", "load_weights", "recipe", "register", "report", "resample_patches"),
+    *("list_recipes", "load", "load_weights", "predict", "recipe", "register", "report", "resample_patches"),
     *("resample_windows", "save", "train"),
 }
 ROOMS = {
@@ -54,7 +54,7 @@ ROOMS = {
         *("BatchSource", "Config", "Engine", "Objective", "Outcome", "Output", "Phase", "Processes", "Stage", "Task"),
         *("close_process_group", "list_recipes", "make_processes", "override", "recipe"),
     },
-    "tasks": {"Trained", "evaluate", "train"},
+    "tasks": {"Classified", "Detected", "Prediction", "Segmented", "Trained", "evaluate", "predict", "train"},
     "comparison": {"Comparison", "Measure", "compare", "report"},
 }
 LAZY_ROOMS = ("training", "tasks", "comparison", "measurement", "figures", "runtimes", "page", "cli")

@@ -27,7 +27,7 @@ from linvit.version import __version__
 
 if TYPE_CHECKING:
     from linvit.comparison import compare, report
-    from linvit.tasks import evaluate, train
+    from linvit.tasks import evaluate, predict, train
     from linvit.training import list_recipes, recipe
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "list_recipes",
     "load",
     "load_weights",
+    "predict",
     "recipe",
     "register",
     "report",
@@ -58,7 +59,11 @@ __all__ = [
     "train",
 ]
 
-LAZY = {"comparison": ("compare", "report"), "tasks": ("evaluate", "train"), "training": ("list_recipes", "recipe")}
+LAZY = {
+    "comparison": ("compare", "report"),
+    "tasks": ("evaluate", "predict", "train"),
+    "training": ("list_recipes", "recipe"),
+}
 
 
 def __getattr__(name: str) -> Any:

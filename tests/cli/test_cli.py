@@ -25,11 +25,24 @@ VERBS = {
     "train": {
         *("model", "--data", "--output", "--recipe", "--plan", "--option", "--keep", "--drop", "--teacher", "--set"),
         *("--resume", "--size", "--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
+        *("--task", "--head", "--pyramid"),
     },
     "eval": {
-        *("model", "--data", "--teacher", "--size", "--split", "--per-class", "--output", "--batch", "--precision"),
+        *(
+            "model",
+            "--data",
+            "--task",
+            "--teacher",
+            "--size",
+            "--split",
+            "--per-class",
+            "--output",
+            "--batch",
+            "--precision",
+        ),
         *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
+    "predict": {"model", "images", "--output", "--threshold", "--size", "--device", "--json"},
     "compare": {
         *("what", "--output", "--mode", "--model", "--model-arg", "--backbone", "--plan", "--data", "--root"),
         *("--recipe",),

@@ -27,10 +27,27 @@ ModelArg = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="
 Pretrained = Annotated[bool, typer.Option(help="Start from timm's weights.")]
 Teacher = Annotated[str, typer.Option(metavar="MODEL_OR_DIR", help="Whom to learn from, or to compare with.")]
 
+# Detectors and segmenters.
+Task = Annotated[str, typer.Option(help="classify, detect or segment; what the model does unless told.")]
+Head = Annotated[str, typer.Option(help="What goes on a trunk to detect or segment, such as faster_rcnn or upernet.")]
+Pyramid = Annotated[str, typer.Option(help="How a trunk comes to four maps: own, or for a ViT simple or adapter.")]
+
 # Recipes, data, and where the work happens.
-Recipe = Annotated[str, typer.Option(help="mixa, castling, qtvit, mobile, fair, deit, finetune, distil or fast.")]
+Recipe = Annotated[
+    str,
+    typer.Option(
+        help="mixa, castling, qtvit, mobile, fair, deit, finetune, distil or fast; to detect or segment mixa-coco, "
+        "mixa-ade, qtvit-coco, qtvit-ade, castling-coco, castling-ade, finetune or fast."
+    ),
+]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")]
-Data = Annotated[str, typer.Option(help="digits, an image folder, a .tar of one, or a set timm knows by name.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="digits, an image folder, a .tar of one, or a set timm knows by name; to detect or segment a folder or "
+        ".tar in COCO's or PASCAL VOC's format, or of images with masks."
+    ),
+]
 Root = Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named set lies.")]
 Loader = Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")]
 Workers = Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")]

@@ -91,14 +91,19 @@ def op(
 
 @app.command("model")
 def model(
-    name: Annotated[str, typer.Argument(help="A timm model, such as deit_small_patch16_224.")] = "",
-    plan: arguments.PlanText = "stella",
+    name: Annotated[
+        str, typer.Argument(help="A timm model, such as deit_small_patch16_224 or faster_rcnn, or a saved detector.")
+    ] = "",
+    plan: Annotated[
+        str,
+        typer.Option(metavar="PLAN", help="A plan or mechanism; of detectors and segmenters several, with commas."),
+    ] = "stella",
     option: arguments.PlanOptions = None,
     keep: arguments.Keep = None,
     drop: arguments.Drop = "",
     model_arg: arguments.ModelArg = None,
-    size: arguments.Sizes = "224",
-    batch: Annotated[str, typer.Option(help="Batch size: one, or one for each size.")] = "64",
+    size: arguments.Sizes = "",
+    batch: Annotated[str, typer.Option(help="Batch size, 64 or to detect and segment 8, or one for each size.")] = "",
     passes: Annotated[str, typer.Option(help="inference, training, or both.")] = "inference,training",
     modes: Annotated[str, typer.Option(help="eager, compiled, or graph: as a CUDA graph.")] = "eager,compiled",
     dtype: Dtype = None,
@@ -111,40 +116,57 @@ def model(
 ) -> None:
     """A timm model with softmax attention beside its converted self: images per second and peak memory.
 
+    A detector or segmenter, or a folder that holds one, is timed and counted part by part beside each plan; compiled,
+    all but its head is.
+
     \b
     Example: linvit bench model deit_tiny_patch16_224 --plan stella --size 224,448 --batch 8
     Example: linvit bench model swin_tiny_patch4_window7_224 --plan stella --drop relative_bias,shift_mask
+    Example: linvit bench model faster_rcnn --model-arg backbone=vit_tiny_patch16_224 --plan stella,relu_linear
     """
-    from linvit.cli.bench_output import print_model
+    from linvit.cli.bench_output import print_dense, print_model
     from linvit.conversion import convert, parse_plan
-    from linvit.measurement import model_speed, record
+    from linvit.conversion.plan import split_plans
+    from linvit.measurement import dense_speed, model_speed, record
+    from linvit.models.dense import HEADS
 
     if source is not None:
-        finish(record.read_result(source, "bench model"), print_model, as_json)
+        result = record.read_result(source)
+        if result.get("kind") == dense_speed.KIND:
+            finish(result, print_dense, as_json)
+        else:
+            finish(record.read_result(source, "bench model"), print_model, as_json)
         return
     if not name:
         raise LinvitError("give a timm model, such as deit_small_patch16_224, or --from FILE")
-    place, batches = arguments.find_device(device), arguments.numbers(batch)
-    sizes = [arguments.image_size(part) for part in size.split(",")]
+    dense = name in HEADS or Path(name).is_dir()
+    place, batches = arguments.find_device(device), arguments.numbers(batch or ("8" if dense else "64"))
+    sizes = [arguments.image_size(part) for part in (size or ("512" if dense else "224")).split(",")]
     if len(batches) == 1:
         batches *= len(sizes)
     if len(batches) != len(sizes):
         raise LinvitError(f"give one batch size, or {len(sizes)}: one for each size")
     options, args = arguments.plan_options(option, keep), arguments.pairs(model_arg, "--model-arg")
-    chosen = parse_plan(plan, **options)
+    plans = {text: parse_plan(text, **options) for text in (split_plans(plan) if dense else [plan])}
     which, how = arguments.words(passes, model_speed.PASSES), arguments.words(modes, model_speed.MODES)
     settings: dict[str, Any] = {"dtype": dtype or USUAL[place.type], **({"args": args} if args else {})}
     with arguments.dropping(drop) as given_up:
         told = options | ({"drop": given_up} if given_up else {})
-        head = {"kind": "bench model", "version": 1, "model": name, "to": plan, "options": told, **settings}
-        file = open_result(output, resume, f"{name}-{chosen.name}", head, place)
-        done = frozenset(model_speed.key(row) for row in file.rows)
-        grid: dict[str, Any] = {"sizes": sizes, "batches": batches, "passes": which, "modes": how}
-        swap = partial(convert, plan=chosen, drop=given_up)
-        rows = model_speed.sweep(name, swap, device=place, done=done, budget=budget, **grid, **settings)
-        left = 2 * len(sizes) * len(which) * len(how) - len(file.rows)
+        kind = dense_speed.KIND if dense else "bench model"
+        swaps = {text: partial(convert, plan=chosen, drop=given_up) for text, chosen in plans.items()}
+        models = dense_speed.make_models(name, args, swaps) if dense else {}
+        head = {"kind": kind, "version": 1, "model": record.anywhere(name), "to": plan, "options": told, **settings}
+        stem = "-".join([Path(name).name, *(chosen.name for chosen in plans.values())])
+        file = open_result(output, resume, stem, head, place)
+        grid: dict[str, Any] = {"sizes": sizes, "batches": batches, "passes": which, "modes": how, "budget": budget}
+        grid |= {"device": place, "done": frozenset(model_speed.key(row) for row in file.rows)}
+        if dense:
+            rows = dense_speed.sweep(models, dtype=settings["dtype"], **grid)
+        else:
+            rows = model_speed.sweep(name, swaps[plan], **grid, **settings)
+        left = (1 + len(plans)) * len(sizes) * len(which) * len(how) - len(file.rows)
         result = file.fill(tracked(rows, f"timing {name}", left))
-    finish(result, print_model, as_json)
+    finish(result, print_dense if dense else print_model, as_json)
 
 
 @app.command("training")

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from linvit.cli.output import table
+from linvit.measurement.dense_speed import PARTS, compare_dense
 from linvit.measurement.model_speed import compare_models
 from linvit.measurement.speed import OTHERS, compare_op
 
@@ -44,6 +45,26 @@ def print_model(result: dict[str, Any]) -> None:
         cells = [line["resolution"], line["batch"], line["pass"], line["mode"], *speeds]
         made.append([*cells, _number(line["ratio"]), _number(line["memory_ratio"])])
     _print(made, "pixels", "batch", "pass", "mode", "softmax, images/s", "converted, images/s", "ratio", "peak ratio")
+
+
+def print_dense(result: dict[str, Any]) -> None:
+    """One line per model: the whole, and of inference its parts, in milliseconds and in GMACs of an image."""
+    print(f"{result['model']} in {result['dtype']} {_where(result)}")
+    parts, made = f"{', '.join(PARTS)}", []
+    for line in compare_dense(result):
+        cells = [line["resolution"], line["batch"], line["pass"], line["mode"], line["attention"]]
+        cells.append(_if_ok(line, lambda row: _digits(row["images_per_second"])))
+        cells += [_number(line["ratio"]), _number(line["memory_ratio"])]
+        times = {part: timing["median"] for part, timing in line.get("parts_ms", {}).items()}
+        counts = {part: macs / 1e9 for part, macs in line.get("macs", {}).items()}
+        cells += [_by_part(times), _by_part(counts)]
+        made.append(cells)
+    shown = ("pixels", "batch", "pass", "mode", "attention", "images/s", "ratio", "peak ratio")
+    _print(made, *shown, f"{parts}, ms", "same, GMACs")
+
+
+def _by_part(values: dict[str, float]) -> str:
+    return " / ".join(_digits(values[part]) if part in values else "–" for part in PARTS) if values else ""
 
 
 def print_scaling(results: list[dict[str, Any]]) -> None:

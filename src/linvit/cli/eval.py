@@ -1,4 +1,4 @@
-"""`linvit eval`: what a classifier gets right."""
+"""`linvit eval`: what a classifier gets right, what a detector finds, which pixels a segmenter knows."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,22 +6,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.cli import arguments
+from linvit.cli.metrics import percent, shown_metrics
 from linvit.cli.output import Json, console, print_json, progress, table
 from linvit.cli.train import first_process, print_note
+from linvit.errors import LinvitError
 
 if TYPE_CHECKING:
     from linvit.tasks.classify.metrics import Evaluation
+    from linvit.tasks.detect.metrics import DetectionMetrics
+    from linvit.tasks.segment.metrics import SegmentationMetrics
 
 
 def eval_(
     model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help="A folder linvit saved, or a timm model.")],
     data: arguments.Data,
+    task: arguments.Task = "",
     teacher: arguments.Teacher = "",
     size: arguments.Size = "",
     split: Annotated[str, typer.Option(help="train or validation (unless told); without splits also all.")] = "",
     per_class: Annotated[bool, typer.Option("--per-class", help="Print every class.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A JSON file of each image's choice.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 256,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Images at a time; 256 to classify, 16 to detect or segment.")
+    ] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     pretrained: arguments.Pretrained = True,
     model_arg: arguments.ModelArg = None,
@@ -31,28 +38,45 @@ def eval_(
     device: arguments.Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Measure a classifier: top-1 with its standard error, top-5, each class, and agreement with a teacher.
+    """Measure a classifier: top-1 with its standard error, top-5, each class, and agreement with a teacher. Of a
+    detector, COCO's twelve numbers for boxes and masks; of a segmenter, mIoU, mAcc and pAcc.
 
     Of a set without splits what the model's training held out is measured, or all if nobody trained on it.
 
     \b
     Example: linvit eval runs/mixa/best --data imagenet --teacher deit_tiny_patch16_224
+    Example: linvit eval runs/voc/best --data VOC2012 --per-class
     """
     from linvit.tasks import evaluate
+    from linvit.tasks.kinds import kind_of
 
     arguments.check_file(output)
+    found: Any
+    classifying = kind_of(model, task).task == "classify"
+    if output is not None and not classifying:
+        raise LinvitError("--output is for each image's choice, which classifiers make: take --json here")
     built = {"pretrained": pretrained, "model_args": arguments.pairs(model_arg, "--model-arg")}
-    built |= {"teacher": teacher or None, "size": arguments.square_size(size), "batch": batch, "precision": precision}
+    built |= {
+        "task": task,
+        "teacher": teacher or None,
+        "size": arguments.square_size(size),
+        "batch": batch,
+        "precision": precision,
+    }
     where = {"split": split, "root": root, "loader": loader, "workers": workers, "device": device}
     options: dict[str, Any] = {**built, **where, "watch": print_note, "progress": progress}
     found = evaluate(model, data, **options)
     if not first_process():
         return
     if as_json:
-        numbers = {**found.metrics(), **({"per_class": found.per_class} if found.labelled else {})}
-        print_json({"model": model, "data": data, "split": split or "auto", "images": len(found.labels), **numbers})
-    else:
+        numbers = {"images": len(found.labels)} if classifying else {}
+        numbers |= found.metrics()
+        numbers |= {"per_class": found.per_class} if not classifying or found.labelled else {}
+        print_json({"model": model, "data": data, "split": split or "auto", **numbers})
+    elif classifying:
         print_evaluation(found, per_class)
+    else:
+        print_dense(found, per_class)
     if output is not None:
         found.save(output)
 
@@ -67,9 +91,30 @@ def print_evaluation(found: "Evaluation", per_class: bool) -> None:
     out.print(f"top-5 {found.top5:.2f} %")
     if found.agreement is not None and found.kl is not None:
         out.print(f"agrees with the teacher on {found.agreement:.2f} %, KL {found.kl:.4f}")
-    rates = found.per_class
-    if per_class:
-        out.print(table(((name, f"{rate:.2f}") for name, rate in rates.items()), **{"class": 24, "top-1": -7}))
+    print_classes({name: f"{rate:.2f}" for name, rate in found.per_class.items()}, "top-1", per_class)
+
+
+def print_dense(found: "DetectionMetrics | SegmentationMetrics", per_class: bool) -> None:
+    from linvit.tasks.detect.metrics import DetectionMetrics
+
+    out = console()
+    if isinstance(found, DetectionMetrics):
+        kinds = {"boxes": found.boxes} | ({} if found.masks is None else {"masks": found.masks})
+        rows = ([name, *(percent(numbers[name]) for numbers in kinds.values())] for name in found.boxes)
+        out.print(table(rows, **{"%": 6}, **dict.fromkeys(kinds, -7)))
     else:
-        worst = min(rates, key=lambda name: rates[name])
-        out.print(f"worst class {worst}: {rates[worst]:.2f} % (--per-class prints all {len(rates)})")
+        for name, value in shown_metrics(found.metrics()).items():
+            out.print(f"{name} [bold]{value} %[/bold]")
+        if found.broken:
+            out.print(f"NaN or infinite outputs for {found.broken:,} pixels, which count as wrong")
+    rates = {name: percent(rate) for name, rate in found.per_class.items()}
+    print_classes(rates, "AP" if isinstance(found, DetectionMetrics) else "IoU", per_class)
+
+
+def print_classes(rates: dict[str, str], what: str, every: bool) -> None:
+    """Each class, or the worst."""
+    if every:
+        console().print(table(rates.items(), **{"class": 24, what: -7}))
+    elif rates:
+        worst = min(rates, key=lambda name: float(rates[name]))
+        console().print(f"worst class {worst}: {rates[worst]} % (--per-class prints all {len(rates)})")

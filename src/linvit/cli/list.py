@@ -102,7 +102,10 @@ def print_models(rows: Rows) -> None:
     cells = ((f"[bold]{family}[/bold]", "  ".join(members)) for family, members in families)
     out = console()
     out.print(table(cells, family=10, models=40))
-    out.print("Build them with timm.create_model(name) after import linvit.", style="italic")
+    text = (
+        "Build them with timm.create_model(name) after import linvit. Those that detect or segment want backbone='…'."
+    )
+    out.print(text, style="italic")
 
 
 def print_plans(rows: Rows) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.cli import arguments
+from linvit.cli.metrics import shown_metrics
 from linvit.cli.output import INTERRUPTED, Json, console, print_json, progress, screen, table
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ def train(
     data: arguments.Data,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN_DIR", help="Where the run is kept.")],
     recipe: arguments.Recipe = "fast",
+    task: arguments.Task = "",
+    head: arguments.Head = "",
+    pyramid: arguments.Pyramid = "",
     plan: arguments.PlanText = "",
     option: arguments.PlanOptions = None,
     keep: arguments.Keep = None,
@@ -48,13 +52,17 @@ def train(
     from the teacher alone. RUN_DIR gets log.jsonl, checkpoints and, in the end, the models `last` and `best`. A killed
     run goes on with --resume. Start it with `torchrun --nproc_per_node 8 -m linvit train` to use several GPUs.
 
+    To detect or segment, a classifier becomes the trunk of a --head; a detector or segmenter is trained as it is.
+
     \b
     Example: linvit train deit_tiny_patch16_224 --data imagenet --plan mixa --recipe fast -o runs/mixa
+    Example: linvit train swin_tiny_patch4_window7_224 --head faster_rcnn --data VOC2012 --recipe finetune -o runs/voc
     """
     from linvit.tasks import train as run
     from linvit.training import close_process_group
 
     built = {"pretrained": pretrained, "model_args": arguments.pairs(model_arg, "--model-arg")}
+    built |= {"task": task, "head": head, "pyramid": pyramid}
     built |= {"plan": plan or None, "options": arguments.plan_options(option, keep), "teacher": teacher or None}
     where = {"root": root, "loader": loader, "workers": workers, "device": device, "progress": progress}
     how = {"size": arguments.square_size(size), "settings": set_ or [], "output": output, "resume": resume}
@@ -76,15 +84,14 @@ def train(
 
 
 def print_outcome(outcome: "Trained", folder: Path) -> None:
-    labelled = "agreement" not in outcome.last
-    columns = {"top1": "top-1", "top5": "top-5"} if labelled else {"agreement": "agreement", "kl": "KL"}
+    columns = shown_metrics(outcome.last)
     rows = []
     for name, metrics in (("last", {**outcome.last, "step": outcome.steps}), ("best", outcome.best)):
-        if metrics.keys() & columns.keys():
-            shown = [f"{metrics[key]:.4f}" if key == "kl" else f"{metrics[key]:.2f}" for key in columns]
-            rows.append((name, *shown, f"{metrics['step']:.0f}"))
+        if shown := shown_metrics(metrics):
+            rows.append((name, *shown.values(), f"{metrics['step']:.0f}"))
     out = console()
-    out.print(table(rows, weights=8, **dict.fromkeys(columns.values(), -9), step=-6))
+    if rows:
+        out.print(table(rows, weights=8, **dict.fromkeys(columns, -9), step=-6))
     speed = f", {outcome.images_per_second:,.0f} images/s" if outcome.images_per_second else ""
     out.print(f"{outcome.steps} steps, {outcome.seconds:.0f} s{speed}. Models: {folder / 'best'}, {folder / 'last'}")
 
@@ -101,18 +108,18 @@ def print_note(record: dict[str, Any]) -> None:
 
 def bar(shown: "Progress") -> Watch:
     task: Any = None
-    top1 = ""
+    found = ""
 
     def watch(record: dict[str, Any]) -> None:
-        nonlocal task, top1
+        nonlocal task, found
         if record["kind"] == "note":
             shown.console.print(record["text"])
         elif record["kind"] == "eval":
-            top1 = f"  {score(record)}"
+            found = f"  {score(record)}"
         else:
             if task is None:
                 task = shown.add_task("", total=record["steps"], completed=record["step"], text="")
-            shown.update(task, completed=record["step"], description=record["stage"], text=words(record) + top1)
+            shown.update(task, completed=record["step"], description=record["stage"], text=words(record) + found)
 
     return watch
 
@@ -135,9 +142,9 @@ def plain() -> Watch:
 
 def score(record: dict[str, Any]) -> str:
     """What an evaluation found, in few words."""
-    if "top1" in record:
-        return f"top-1 {record['top1']:.2f}"
-    return f"agrees with the teacher on {record['agreement']:.2f} %, KL {record['kl']:.4f}"
+    if "agreement" in record:
+        return f"agrees with the teacher on {record['agreement']:.2f} %, KL {record['kl']:.4f}"
+    return "  ".join(f"{name} {value}" for name, value in shown_metrics(record).items() if name != "top-5")
 
 
 def words(record: dict[str, Any]) -> str:

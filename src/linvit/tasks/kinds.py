@@ -38,6 +38,7 @@ class Kind:
     """A task, as far as training does not know it: its sets, its models, and how the two are brought together."""
 
     task: str
+    batch: int  # images that are measured together, unless told
 
     def open_sets(self, data: Any, reading: Reading) -> Any:
         """The training and the validation set, opened, and how they are read."""

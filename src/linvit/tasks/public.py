@@ -115,7 +115,7 @@ def evaluate(
     teacher: Model | None = None,
     size: int | None = None,
     split: str = "",
-    batch: int = 256,
+    batch: int | None = None,
     precision: str = "fp32",
     pretrained: bool = True,
     model_args: Mapping[str, Any] | None = None,
@@ -131,14 +131,11 @@ def evaluate(
 
     `model` is a model, a folder that linvit saved or a timm name; `data` a name, a folder or a tar of images, or an
     opened set. Of a set with splits the validation split is meant unless `split` says otherwise; of one without, what
-    the model's training held out, or all.
+    the model's training held out, or all. `batch` images are looked at together, as many as suit the task unless told.
     """
-    config = Config(batch_size=batch, precision=precision)
-    processes, reading, kind = (
-        make_processes(config, device),
-        Reading(root, loader, workers, progress),
-        kind_of(model, task),
-    )
+    kind = kind_of(model, task)
+    config = Config(batch_size=batch or kind.batch, precision=precision)
+    processes, reading = make_processes(config, device), Reading(root, loader, workers, progress)
     note = partial(tell, processes, watch)
     images = kind.open_split(model, data, split, reading, note)
     if not getattr(images, "labelled", True) and teacher is None:

@@ -21,6 +21,7 @@ from linvit.training.objectives.teacher import check_teacher, open_teacher
 
 class Classify(Kind):
     task = "classify"
+    batch = 256
 
     def open_sets(self, data: Any, reading: Reading) -> Sets:
         opened = open_data(data, root=reading.root, unlabelled=True) if isinstance(data, str | Path) else data

@@ -24,6 +24,8 @@ OF_THE_HEAD = ("num_classes", "global_pool", "features_only", "out_indices")  # 
 class Dense(Kind):
     """`detect` or `segment` by a head, which a classifier becomes the trunk of; `pyramid` is how."""
 
+    batch = 16
+
     def __init__(self, task: str, head: str, pyramid: str = "") -> None:
         self.task, self.head, self.pyramid = task, head, pyramid or "auto"
         self.masks = HEADS[head].masks
