@@ -93,7 +93,7 @@ def test_each_stage_of_fast_has_its_objective() -> None:
     original = copy.deepcopy(model)
     linvit.convert(model, "relu_linear")
     phases = make_dense_phases(recipe("fast", task="segment"), model, original)
-    assert [phase.stage.name for phase in phases] == ["align", "maps"] and phases[1].prepare is not None
+    assert [phase.stage.name for phase in phases] == ["align", "maps", "finetune"] and phases[1].prepare is not None
     for phase in phases:
         assert isinstance(phase.objective, Objective)
         found = phase.objective(model, batch())

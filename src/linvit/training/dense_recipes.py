@@ -96,17 +96,19 @@ def finetune(model: str = "") -> Config:
 
 
 def fast(model: str = "") -> Config:
-    """Ours: a trained detector or segmenter whose trunk was converted gets its accuracy back without labels.
+    """Ours: a trained detector or segmenter whose trunk was converted gets its accuracy back, most of it without labels.
 
     Every converted layer learns to do what its original did, the linear maps behind them are solved by least squares,
-    and then the maps that the head reads are aligned with the original's. The head stays as it is. A fine-tune with
-    labels can follow: `--set stages.finetune.epochs=6`. The values are this project's own.
+    and the maps that the head reads are aligned with the original's; so far no label is read, and the head stays as it
+    is. Then a short fine-tune with labels; `--set stages.finetune.epochs=0` leaves it out. The values are this
+    project's own.
     """
     stages = (
         Stage("align", "alignment", 2, lr=5e-4, trainable="attention"),
-        Stage("maps", "features", 18, trainable=r"^backbone\.", fit=32),
+        Stage("maps", "features", 22, lr=2e-4, trainable=r"^backbone\.", fit=32),
+        Stage("finetune", "supervised", 6, lr=5e-5, features=0.1),
     )
-    config = replace(base("fast"), lr=1e-4, warmup_epochs=0.5, min_lr=1e-6, clip_norm=1.0, stages=stages, epochs=20)
+    config = replace(base("fast"), lr=1e-4, warmup_epochs=0.5, min_lr=1e-6, clip_norm=1.0, stages=stages, epochs=30)
     return replace(config, scale_jitter=(0.75, 1.5), photometric=True, eval_epochs=10)
 
 
