@@ -44,7 +44,8 @@ VERBS = {
     },
     "predict": {"model", "images", "--output", "--threshold", "--size", "--device", "--json"},
     "compare": {
-        *("what", "--output", "--mode", "--model", "--model-arg", "--plan", "--data", "--root", "--recipe"),
+        *("what", "--output", "--mode", "--model", "--model-arg", "--backbone", "--plan", "--data", "--root"),
+        *("--recipe",),
         *("--set", "--seeds", "--patch-sizes", "--size", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
         *("--only", "--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
     },

@@ -86,7 +86,7 @@ def test_numbers_that_are_none_get_no_time(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(model: Any, images: Any, dtype: str, compiled: bool = False) -> Any:
         return lambda: torch.full((1, 10), torch.nan)
 
-    monkeypatch.setattr(measuring, "inference_call", broken)
+    monkeypatch.setattr(measuring, "inference_pass", broken)
     rows = measure_speed(speed("stella", size=[64]).identity, budget=0.01)[1]
     assert [row.note for row in rows] == ["the output is not finite"] * 2
     assert all(row.milliseconds is None for row in rows)

@@ -117,12 +117,12 @@ def test_labels_do_not_overlap(visit: Visit) -> None:
 
 def test_sorting(visit: Visit) -> None:
     def tops() -> list[float]:
-        return [float(text.split()[0]) for text in visit.column("top1")]
+        return [float(text.split()[0]) for text in visit.column("score")]
 
     assert tops() == sorted(tops(), reverse=True)
-    visit.page.click('[data-sort="top1"]')
+    visit.page.click('[data-sort="score"]')
     assert tops() == sorted(tops())
-    assert visit.page.get_attribute("th:has([data-sort=top1])", "aria-sort") == "ascending"
+    assert visit.page.get_attribute("th:has([data-sort=score])", "aria-sort") == "ascending"
     visit.page.click('[data-sort="name"]')
     names = visit.rows()
     assert names == sorted(names)
@@ -165,7 +165,7 @@ def test_the_front_is_that_of_the_statistics(visit: Visit) -> None:
     visit.page.select_option("#pareto-x", "macs")
     data = visit.page.evaluate("JSON.parse(document.getElementById('data').textContent)")
     rows = [row for row in data["rows"] if row["setting"] == 0 and row["patch"] == 4]
-    front = pareto_front([row["macs"] for row in rows], [row["top1"] for row in rows])
+    front = pareto_front([row["macs"] for row in rows], [row["score"] for row in rows])
     assert f"({', '.join(rows[i]['name'] for i in front)})" in visit.page.inner_text("#pareto-caption")
 
 

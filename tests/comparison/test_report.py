@@ -23,7 +23,7 @@ def test_seeds_make_one_row(scratch: Contents) -> None:
     assert len(scratch.settings[0].rows) == 2 * len(MECHANISMS)
     row = row_of(scratch, "stella")
     assert row.seeds == [0, 1, 2]
-    assert row.top1.mean == pytest.approx(np.mean([run.top1 for run in row.runs]))
+    assert row.score.mean == pytest.approx(np.mean([run.score for run in row.runs]))
     assert row_of(scratch, "stella", 8).seeds == [0]
 
 
@@ -58,7 +58,7 @@ def test_a_teacher_from_elsewhere_has_its_accuracy_only(tmp_path: Path) -> None:
     contents = gather([store])
     row = row_of(contents, "stella")
     assert row.delta is not None and row.delta.images == 0
-    assert row.delta.mean == pytest.approx(row.top1.mean - 89.0)
+    assert row.delta.mean == pytest.approx(row.score.mean - 89.0)
 
 
 def test_speeds_join_by_candidate(scratch: Contents) -> None:
@@ -99,7 +99,7 @@ def test_the_answer_names_mechanisms_tokens_and_doubt(scratch: Contents) -> None
     assert "NVIDIA H200" in first and "batches of 64" in first and "at most 1 point" in first
     assert "stella from 1,024 to 16,384 tokens" in first and "beyond 4,096 softmax runs out of memory" in first
     row, softmax = row_of(scratch, "stella"), row_of(scratch, "softmax")
-    assert f"{row.top1.mean:.1f} %" in second and f"{softmax.top1.mean:.1f} %" in second
+    assert f"{row.score.mean:.1f} %" in second and f"{softmax.score.mean:.1f} %" in second
     assert row.delta is not None and not row.delta.clear
     assert "3 paired seeds do not tell from zero" in second
     rows = [row.delta for row in main_rows(scratch.settings[0]) if row.delta]

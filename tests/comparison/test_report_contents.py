@@ -60,7 +60,7 @@ def test_qt_is_compared_with_relu_linear(tmp_path: Path) -> None:
     contents = gather([write_store(tmp_path, mechanisms=["softmax", "qt", "relu_linear"], patches=[4])])
     found = [claim for claim in claims(main_rows(contents.settings[0])) if claim.paper == "QT-ViT"]
     assert len(found) == 6 and found[0].theirs == pytest.approx(0.21)
-    ours = row_of(contents, "qt").top1.mean - row_of(contents, "relu_linear").top1.mean
+    ours = row_of(contents, "qt").score.mean - row_of(contents, "relu_linear").score.mean
     assert found[0].difference == pytest.approx(ours) and found[0].interval is not None
 
 
@@ -119,7 +119,7 @@ def test_csv_has_a_line_for_each_run_and_timing(scratch: Contents) -> None:
     )
     line = next(line for line in lines if line["kind"] == "run" and line["candidate"] == "qt" and line["seed"] == "1")
     run = next(run for run in scratch.results.runs if run.key == line["key"])
-    assert float(line["top1"]) == run.top1 and line["hardware"] == "NVIDIA H200"
+    assert float(line["top1"]) == run.score and line["hardware"] == "NVIDIA H200"
 
 
 def test_files_text_stays_text(tmp_path: Path) -> None:

@@ -60,12 +60,12 @@ def test_a_result_has_everything(tmp_path: Path) -> None:
     assert result.model.tokens == 16 and result.model.macs > result.model.parameters > 1000
     found = result.accuracy
     assert [epoch.epoch for epoch in found.epochs] == [0, 1, 2, 3, 4, 5, 6]
-    assert found.top1 == found.epochs[-1].top1 > found.epochs[0].top1 + 30, "it has learnt"
+    assert found.score == found.epochs[-1].score > found.epochs[0].score + 30, "it has learnt"
     assert found.loss == pytest.approx(found.epochs[-1].loss) and found.loss < found.epochs[0].loss
     correct = np.unpackbits(np.frombuffer(base64.b64decode(found.correct), np.uint8), count=360)
-    assert 100 * correct.mean() == pytest.approx(found.top1)
-    assert found.standard_error == pytest.approx((found.top1 * (100 - found.top1) / 360) ** 0.5)
-    assert found.best == max(epoch.top1 for epoch in found.epochs)
+    assert 100 * correct.mean() == pytest.approx(found.score)
+    assert found.standard_error == pytest.approx((found.score * (100 - found.score) / 360) ** 0.5)
+    assert found.best == max(epoch.score for epoch in found.epochs)
     training = result.training
     assert training.images_per_second > 0 and training.seconds > 0
     assert (training.peak_bytes, training.device, training.shared) == (None, "cpu", 2)
@@ -141,10 +141,10 @@ def test_distilling(tmp_path: Path) -> None:
     linear, mixed, softmax = (execute(task, store, device="cpu") for task in runs)
     for result in (linear, mixed, softmax):
         found = result.conversion
-        assert found.teacher_top1 == pytest.approx(taught.top1)
-        assert found.zero_shot == result.accuracy.epochs[0].top1
+        assert found.teacher_score == pytest.approx(taught.score)
+        assert found.zero_shot == result.accuracy.epochs[0].score
         assert 0 <= found.agreement <= 100 and found.kl >= 0
-    assert softmax.conversion.zero_shot == taught.top1, "softmax starts as its teacher"
+    assert softmax.conversion.zero_shot == taught.score, "softmax starts as its teacher"
     assert linear.conversion.report == "plan relu_linear: 2 of 2 layers changed, 0 new parameters"
     assert len(mixed.conversion.layers) == 1 and linear.conversion.layers is None
     folder = store.teacher_folder(teacher.key).rename(tmp_path / "given")

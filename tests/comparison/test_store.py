@@ -34,7 +34,7 @@ def test_a_result_is_written_once_and_never_changed(tmp_path: Path) -> None:
     assert store.write(task, make_result(task, top1=1.0))
     assert store.finished(task) and not store.work_folder(task.key).exists()
     assert not store.write(task, make_result(task, top1=2.0))
-    assert [result.top1 for result in runs_of(store)] == [1.0]
+    assert [result.score for result in runs_of(store)] == [1.0]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [f"{task.key}.json"]
     with pytest.raises(ValueError, match="the result of run"):
         store.write(make_task(2), make_result(task))

@@ -93,7 +93,7 @@ def bars(tasks: Sequence[Task], store: Store, shown: Progress) -> Watch:
         if kind == "train":
             shown.update(running[task.key], total=record["steps"], completed=record["step"])
         elif kind == "eval":
-            shown.update(running[task.key], text=f"epoch {record['epoch']:.0f}  top-1 {record['top1']:.2f}")
+            shown.update(running[task.key], text=f"epoch {record['epoch']:.0f}  {scored(record)}")
         elif kind == "note":
             shown.console.print(f"{name(task)}: {record['text']}", markup=False)
         parts = [shown.tasks[shown.task_ids.index(bar)] for bar in running.values()]
@@ -117,21 +117,30 @@ def lines(tasks: Sequence[Task], store: Store) -> Watch:
             text = f"{name(task)}: {record['text']}"
         elif kind == "eval" and time.monotonic() - last.get(task.key, 0) > PATIENCE:
             last[task.key] = time.monotonic()
-            text = f"{name(task)}: epoch {record['epoch']:.0f}, top-1 {record['top1']:.2f}"
+            text = f"{name(task)}: epoch {record['epoch']:.0f}, {scored(record)}"
         if text:
             print(text, file=sys.stderr, flush=True)
 
     return watch
 
 
+def scored(record: dict[str, Any]) -> str:
+    """What an evaluation found. The metrics of detectors and segmenters are fractions there."""
+    if "top1" in record:
+        return f"top-1 {record['top1']:.2f}"
+    metric = "mAP" if "mAP" in record else "mIoU"
+    return f"{metric} {100 * record[metric]:.2f}"
+
+
 def ended(task: Task, record: dict[str, Any], store: Store) -> str:
+    from linvit.comparison.reporting.wording import metric_name
     from linvit.comparison.results import Run
 
     if record["kind"] != "done":
         return f"{name(task)}: {record['kind']}: {record.get('error') or record.get('text')}"
     found = store.result(task)
-    top1 = f"top-1 {found.top1:.2f}" if isinstance(found, Run) else "timed"
-    return f"{name(task)}: {top1}, {duration(found.seconds if found else 0)}"
+    score = f"{metric_name(found.accuracy.metric)} {found.score:.2f}" if isinstance(found, Run) else "timed"
+    return f"{name(task)}: {score}, {duration(found.seconds if found else 0)}"
 
 
 def name(task: Task) -> str:
@@ -187,11 +196,16 @@ def print_setting(setting: Setting, keys: Sequence[str]) -> None:
     rows = timed_rows(setting, keys)
     if not rows:
         return
-    out = console()
-    columns = {"candidate": 14, "patch": -5, "top-1": -12, "to softmax": -14, "params M": -8, "MACs M": -7, "ms": -7}
+    from linvit.comparison.reporting.wording import metric_name
+
+    out, score = console(), metric_name(setting.metric)
+    columns = {"candidate": 14, "patch": -5, score: -12, "to softmax": -14, "params M": -8, "MACs M": -7, "ms": -7}
     out.print(setting.title, style="bold")
     out.print(table((result_cells(row, timing) for row, timing, _ in rows), **columns))
-    notes = ["± is the 95 % interval over seeds", "“to softmax” is paired over seeds and images"]
+    paired = "seeds and images" if rows[0][0].first.by_image else "seeds"
+    notes = ["± is the 95 % interval over seeds", f"“to softmax” is paired over {paired}"]
+    parts = {row.first.model.counted for row, _, _ in rows} - {None}
+    notes += [f"MACs are of the {part}" for part in parts]
     first, _, clock = rows[0]
     notes += [f"ms is one image of {first.label.size} px on {clock.chip}"] if clock else []
     out.print("; ".join(notes) + ".", style="italic")
@@ -201,11 +215,11 @@ def result_cells(row: CandidateRow, timing: SpeedPoint | None) -> list[object]:
     def spread(interval: tuple[float, float] | None) -> str:
         return f" ±{(interval[1] - interval[0]) / 2:.2f}" if interval else ""
 
-    top1 = f"{row.top1.mean:.2f}{spread(row.top1.interval)}"
+    score = f"{row.score.mean:.2f}{spread(row.score.interval)}"
     delta = "–" if row.delta is None else f"{row.delta.mean:+.2f}{spread(row.delta.interval)}"
     model, latency = row.first.model, None if timing is None else timing.median
     counts = [f"{model.parameters / 1e6:.2f}", f"{model.macs / 1e6:,.0f}", "–" if latency is None else f"{latency:.2f}"]
-    return [row.name, row.patch or "–", top1, delta, *counts]
+    return [row.name, row.patch or "–", score, delta, *counts]
 
 
 def json_rows(setting: Setting, keys: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -213,7 +227,8 @@ def json_rows(setting: Setting, keys: Sequence[str] = ()) -> list[dict[str, Any]
     told = []
     for row, timing, _ in timed_rows(setting, keys):
         label = {name: getattr(row.label, name) for name in ("candidate", "mode", "patch", "size")}
-        found: dict[str, Any] = {"top1": row.top1.mean, "top1_interval": row.top1.interval, "interval": row.interval}
+        found: dict[str, Any] = {row.metric: row.score.mean, f"{row.metric}_interval": row.score.interval}
+        found |= {"interval": row.interval, **row.metrics}
         found |= {"difference": row.delta and row.delta.mean, "difference_interval": row.delta and row.delta.interval}
         counts = {name: getattr(row.first.model, name) for name in ("parameters", "macs", "tokens")}
         against, kind = row.against if row.delta else None, "teacher" if row.is_teacher else "run"

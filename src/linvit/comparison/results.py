@@ -17,10 +17,13 @@ import numpy as np
 
 from linvit.codec import from_plain
 from linvit.errors import LinvitError
+from linvit.models.dense import HEADS
 
 VERSION = 1  # of the result files
 KEY = re.compile(r"[0-9a-f]{16}")
 SPARSE = {"sparse": True}
+TOP1 = "top1"  # what classifiers are judged by
+SCORE = {"key": TOP1}  # of a file's main metric, which was top-1 when there was no other
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,12 @@ class Structure:
     candidate: Candidate
     patch_size: int | None
     size: int
+
+    @property
+    def head(self) -> str:
+        """The name of the detector or segmenter that it is; empty for classifiers."""
+        model = str(self.architecture.get("model", ""))
+        return model if model in HEADS else ""
 
 
 @dataclass(frozen=True)
@@ -137,32 +146,38 @@ class DataFacts(Named):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Parameters, MACs of one image, and the tokens it is cut into."""
+    """Parameters, MACs of one image, and the tokens it is cut into. `counted` names the part that the MACs are of,
+    where the rest depends on what is on the image."""
 
     parameters: int
     macs: int
     tokens: int | None
+    counted: str | None = field(default=None, metadata=SPARSE)
 
 
 @dataclass(frozen=True)
 class EpochAccuracy:
     epoch: float
-    top1: float
-    loss: float
+    score: float = field(metadata=SCORE)
+    loss: float | None
     seconds: float
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What the last weights get right, in percent, and how it came about; epoch 0 is before any training."""
+    """What the last weights get right, in percent, and how it came about; epoch 0 is before any training. `score` is
+    the top-1 of a classifier, the mAP of a detector, the mIoU of a segmenter, as `metric` says."""
 
     epochs: tuple[EpochAccuracy, ...]
-    top1: float
+    score: float = field(metadata=SCORE)
     top5: float | None
     best: float
     standard_error: float | None
     loss: float | None
-    correct: str  # a bit for each validation image, in base64
+    correct: str  # a bit for each validation image, in base64; empty where images are not right or wrong
+    metric: str = field(default=TOP1, metadata=SPARSE)
+    metrics: dict[str, float] = field(default_factory=dict, metadata=SPARSE)  # all that a detector or segmenter has
+    per_class: dict[str, float] = field(default_factory=dict, metadata=SPARSE)  # the metric, of each class
 
 
 @dataclass(frozen=True)
@@ -190,7 +205,7 @@ class Conversion:
     """What the conversion did, and how near the candidate came to its teacher."""
 
     zero_shot: float
-    teacher_top1: float
+    teacher_score: float = field(metadata={"key": "teacher_top1"})
     agreement: float | None
     kl: float | None
     report: str | None
@@ -257,8 +272,13 @@ class Run(Result):
     seconds: float
 
     @property
-    def top1(self) -> float:
-        return self.accuracy.top1
+    def score(self) -> float:
+        return self.accuracy.score
+
+    @property
+    def by_image(self) -> bool:
+        """Whether a validation image is right or wrong: with classifiers."""
+        return self.accuracy.metric == TOP1
 
     @property
     def seed(self) -> int:
@@ -266,14 +286,14 @@ class Run(Result):
 
     @cached_property
     def right(self) -> np.ndarray | None:
-        """Which validation images it got right; None where the bits do not fit the accuracy they belong to."""
+        """Which validation images it got right; None where nobody can say, or the bits do not fit the accuracy."""
         images = self.data.validation
         try:
             packed = base64.b64decode(self.accuracy.correct, validate=True)
         except ValueError:
             return None
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8))[:images]
-        if not images or len(bits) != images or abs(100 * float(bits.mean()) - self.top1) > 51 / images:
+        if not images or len(bits) != images or abs(100 * float(bits.mean()) - self.score) > 51 / images:
             return None
         return bits.astype(bool)
 

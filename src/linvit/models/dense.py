@@ -92,13 +92,15 @@ def build(
     *,
     backbone: str = "",
     pyramid: str = "auto",
+    pyramid_args: Mapping[str, Any] | None = None,
     backbone_args: Mapping[str, Any] | None = None,
     pretrained: bool = False,
     num_classes: int = 80,
     **args: Any,
 ) -> nn.Module:
-    """A dense model on a backbone. `pyramid` makes maps of four strides from a plain ViT: `simple` or `adapter`; a
-    pyramid has its `own`. `pretrained` fetches the backbone's weights. Other arguments are the head's."""
+    """A dense model on a backbone. `pyramid` makes maps of four strides from a plain ViT, `simple` or `adapter`, by
+    `pyramid_args`; a pyramid has its `own`. `backbone_args` are timm's; `pretrained` fetches the backbone's weights.
+    Other arguments are the head's."""
     from linvit.models.backbones import make_backbone
 
     if not backbone:
@@ -111,7 +113,9 @@ def build(
         if head.extra and (error.name or "").split(".")[0] == head.extra:
             raise LinvitError(f"{name} comes from {head.extra}: pip install linvit[{head.extra}]") from None
         raise
-    trunk = make_backbone(backbone, pyramid=pyramid, pretrained=pretrained, **dict(backbone_args or {}))
+    trunk = make_backbone(
+        backbone, pyramid=pyramid, pretrained=pretrained, pyramid_args=pyramid_args, **dict(backbone_args or {})
+    )
     model = kind(trunk, num_classes, **{key: value for key, value in args.items() if key not in TIMMS})
     known = getattr(trunk.trunk, "pretrained_cfg", None) or {}
     passed = {key: known[key] for key in PASSED_ON if key in known}

@@ -27,6 +27,7 @@ class Fitting:
 
     phases: list[Phase]
     source: BatchSource
+    checks: BatchSource | None  # to evaluate on
     engine: Engine
     identity: dict[str, Any]
 
@@ -86,9 +87,14 @@ class Fitting:
         return self.engine.state.shown
 
     def close(self) -> None:
-        """Take the objectives' hooks off the models, and end the loader's workers."""
+        """Take the objectives' hooks off the models, and end the loaders' workers."""
         for phase in self.phases:
             phase.objective.close()
-        close = getattr(self.source, "close", None)
-        if close is not None:
-            close()
+        self.close_sources()
+
+    def close_sources(self) -> None:
+        """End the loaders' workers alone, where the phases serve another run."""
+        for source in (self.source, self.checks):
+            close = getattr(source, "close", None)
+            if close is not None:
+                close()

@@ -21,12 +21,15 @@ from torch import Tensor, nn
 
 from linvit.attention import mechanism_class, options_of
 from linvit.attention.local import begin_at_zero
+from linvit.comparison.description.dense import build_dense
 from linvit.comparison.results import Candidate, Structure
 from linvit.conversion import Plan, Report, as_plan, convert, droppable, parse_plan, resample_patches
 from linvit.conversion.host import Host
 from linvit.conversion.plan import split_options
 from linvit.errors import LinvitError, unknown
+from linvit.models.dense import DenseModel
 from linvit.models.pyramid import FairPyramid, init_weights
+from linvit.training.objectives.dense import body
 
 OWN_STREAM = 2**32  # added to the seed for what a mechanism brings along
 TIMM = {"fair": "fair_pyramid_p4_sa", "vit": "vit_tiny_patch16_224"}  # what our own architectures are made of
@@ -65,15 +68,19 @@ def name_of(candidate: Candidate) -> str:
     return ":".join(filter(None, (candidate.name, ",".join(f"{name}={texts[name]}" for name in sorted(texts)))))
 
 
-def build_model(structure: Structure, *, seed: int = 0) -> nn.Module:
-    """A candidate to be trained from scratch."""
-    model = build_softmax(structure, seed=seed)
+def build_model(structure: Structure, *, seed: int = 0, trunk: nn.Module | None = None) -> nn.Module:
+    """A candidate to be trained from scratch; a detector's or segmenter's trunk may have a classifier's weights."""
+    model: Any = build_softmax(structure, seed=seed)
+    if trunk is not None:
+        model.backbone.load_trunk(trunk)
     become(model, plan_of(structure.candidate), structure.size, seed)
     return model
 
 
 def build_softmax(structure: Structure, *, seed: int = 0) -> nn.Module:
     """The structure's architecture with softmax attention; a patch size that is not given is its own."""
+    if structure.head:
+        return build_dense(structure, seed=seed)
     args: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in structure.architecture.items()}
     name: str = args.pop("model")
     if name in TIMM:
@@ -109,6 +116,19 @@ def create(name: str, args: dict[str, Any], size: int) -> Any:
     raise LinvitError(f"{name} cannot be built with {args}: {reason}")
 
 
+def try_candidate(structure: Structure) -> str | None:
+    """Why this model cannot be built or called, in one line; None if it can. Nothing is computed for it. Of detectors
+    and segmenters the backbone is called, which is all that a candidate changes."""
+    try:
+        with torch.device("meta"):
+            called = body(build_model(structure).eval())
+            with torch.no_grad():
+                called(torch.empty(1, 3, structure.size, structure.size))
+    except (LinvitError, RuntimeError, AssertionError, ValueError, TypeError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
 def become(model: nn.Module, plan: Plan, size: int, seed: int, **options: Any) -> Report:
     """Convert a softmax model in place, with `options` of `convert`; what its attention does and the mechanism cannot
     is given up."""
@@ -116,7 +136,9 @@ def become(model: nn.Module, plan: Plan, size: int, seed: int, **options: Any) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(OWN_STREAM + seed)
         report = convert(model, plan, size=(size, size), **options)
-        if isinstance(model, FairPyramid):  # its initialisation reaches into the mechanisms it is built with
+        if any(
+            isinstance(module, FairPyramid) for module in model.modules()
+        ):  # its initialisation reaches into the mechanisms it is built with
             for host in [module for module in model.modules() if isinstance(module, Host)]:
                 host.mechanism.apply(init_weights)
                 if options.get("quiet"):
@@ -146,7 +168,8 @@ def student_of(
 
 
 def resize(model: nn.Module, patch_size: int | None, size: int) -> None:
-    """Bring a model with weights to a patch and image size; nothing happens where it has both, or takes any size."""
+    """Bring a model with weights to a patch and image size; nothing happens where it has both, or takes any size, as
+    detectors and segmenters do."""
     patch: Any = patch_of(model)
     fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if patch_size not in (None, patch) or (fixed is not None and tuple(fixed) != (size, size)):
@@ -154,6 +177,7 @@ def resize(model: nn.Module, patch_size: int | None, size: int) -> None:
 
 
 def patch_of(model: nn.Module) -> int | None:
-    """The side of a model's patches, where it has some."""
-    patch: Any = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    """The side of a model's patches, or of its trunk's, where it has some."""
+    trunk: Any = model.backbone.trunk if isinstance(model, DenseModel) else model
+    patch: Any = getattr(getattr(trunk, "patch_embed", None), "patch_size", None)
     return patch if isinstance(patch, int | None) else patch[0]

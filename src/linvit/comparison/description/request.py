@@ -17,18 +17,28 @@ import torch
 from linvit.attention import list_mechanisms, mechanism_class
 from linvit.codec import from_plain, to_plain
 from linvit.comparison import results
-from linvit.comparison.description.building import build_model, name_of, patch_of, plan_of, read_candidate
+from linvit.comparison.description.building import (
+    build_softmax,
+    name_of,
+    patch_of,
+    plan_of,
+    read_candidate,
+    try_candidate,
+)
+from linvit.comparison.description.dense import describe, read_dense
 from linvit.comparison.description.spec import ALL, OWN, Comparison, Part, load
-from linvit.comparison.description.task import DataDescription, Task, describe_data, describe_teacher
+from linvit.comparison.description.task import DataDescription, Task, describe_teacher
 from linvit.comparison.results import SOFTMAX, Candidate, Label, Structure, TrainedTeacher
 from linvit.conversion.convert import own_size
 from linvit.conversion.rebuilding import rebuild
 from linvit.errors import LinvitError, unknown
+from linvit.models.dense import HEADS
 from linvit.training import Config, override
 from linvit.training import recipe as named_recipe
 
 OWN_SIZES = {"fair": (4, 224), "vit": (16, 224)}  # patch and image size unless told
-PLACES = {"data", "root", "teacher"}  # what may lie elsewhere on another machine
+OWN_SIZE = 512  # of the images of detectors and segmenters, where the recipe has none either
+PLACES = {"data", "root", "teacher", "backbone"}  # what may lie elsewhere on another machine
 
 
 @dataclass
@@ -52,7 +62,7 @@ def read_request(
     found: dict[str, Task] = {}
     for comparison in request.comparisons:
         try:
-            facts = describe_data(comparison.data, comparison.root)
+            facts = describe(comparison.data, comparison.root, comparison.head)
         except LinvitError:
             if not guess:
                 raise
@@ -74,12 +84,21 @@ def comparisons_of(source: str | Comparison, changes: dict[str, Any], asked: Seq
         nothing: dict[str, Any] = dict.fromkeys(told)
         also = tuple(replace(part, **nothing) for part in comparison.also)
         settings = (*comparison.settings, *changes.get("settings", ()))
-        return [replace(comparison, **{**changes, "settings": settings, "also": also})]
+        return [changed(comparison, {**changes, "settings": settings, "also": also})]
     if asked and changes.keys() <= PLACES:
-        return [replace(comparison, **changes) for comparison in asked]
+        return [changed(comparison, changes) for comparison in asked]
     if not changes:
         raise LinvitError("say what to compare: a preset (linvit compare digits -o STORE), a file, or flags")
-    return [Comparison(**changes)]
+    return [changed(Comparison(), changes)]
+
+
+def changed(comparison: Comparison, changes: dict[str, Any]) -> Comparison:
+    """A comparison with other values of its fields; a backbone is the architecture's."""
+    changes = dict(changes)
+    if "backbone" in changes:
+        architecture = changes.get("architecture", comparison.architecture)
+        changes["architecture"] = {**architecture, "backbone": changes.pop("backbone")}
+    return replace(comparison, **changes)
 
 
 def repeat(path: Path, changes: dict[str, Any]) -> Request:
@@ -94,7 +113,7 @@ def repeat(path: Path, changes: dict[str, Any]) -> Request:
     if tasks[-1].kind == "speed":
         return Request(tasks)
     wanted, places = tasks[-1].training.data, tasks[-1].places
-    facts = describe_data(places["data"], places.get("root", ""))
+    facts = describe(places["data"], places.get("root", ""), tasks[-1].identity.head)
     if facts.digest != wanted.digest:
         raise LinvitError(f"{facts.name} is not the set of {path.name}: give --data {wanted.name}, the same one")
     return Request(tasks, data={facts.digest: facts})
@@ -125,7 +144,7 @@ class LeftOut:
 def survey(comparison: Comparison, data: DataDescription | None = None) -> tuple[list[Task], list[LeftOut]]:
     """All tasks: teachers, then runs with a candidate's seeds in a row, then speeds; and what `all` left out. `data` is
     what `describe_data` says, where it is known already."""
-    data = data or describe_data(comparison.data, comparison.root)
+    data = data or describe(comparison.data, comparison.root, comparison.head)
     found: dict[str, Task] = {}
     left_out: dict[LeftOut, None] = {}
     for part in comparison.parts():
@@ -150,30 +169,42 @@ class Expansion:
         self.teacher: results.Named | TrainedTeacher | None = None
         self.classes = data.classes
         self.own_patch: int | None = None
-        self.architecture, self.own_size = self.read_architecture()
+        self.architecture, size = self.read_architecture()
         self.model_name: str = self.architecture["model"]
-        self.config = override(named_recipe(part.recipe_name, self.model_name), part.settings)
+        self.task = HEADS[self.model_name].task if self.model_name in HEADS else "classify"
+        self.config = override(self.recipe(part.recipe_name), part.settings)
+        self.own_size = size or self.config.size or OWN_SIZE
         if part.mode == "scratch" and self.config.needs_teacher:
             raise LinvitError(f'recipe {part.recipe_name} learns from a teacher: set mode = "distil" or another recipe')
         if part.mode == "distil" and not self.config.needs_teacher:
             raise LinvitError(f"recipe {part.recipe_name} does not distil: use fast or mixa, or set distillation=soft")
 
-    def read_architecture(self) -> tuple[dict[str, Any], int]:
-        """What every candidate is built from, and its own image size. A given teacher brings it along."""
+    def recipe(self, name: str) -> Config:
+        return named_recipe(name, self.model_name, self.task)
+
+    def read_architecture(self) -> tuple[dict[str, Any], int | None]:
+        """What every candidate is built from, and its own image size; of a detector or segmenter only a teacher has
+        one. A given teacher brings the architecture along."""
         args, size = dict(self.part.architecture), None
         if self.part.teacher:
             self.teacher, config = describe_teacher(self.part.teacher)
             self.places["teacher"] = self.part.teacher
+            if args["model"] in HEADS and not self.part.head:
+                raise LinvitError(f"{self.part.teacher} is no {args['model']}: give a folder that linvit saved one in")
             args = {"model": self.part.teacher}
             if config is not None:
                 args = {"model": config.model, **config.args}
                 size = config.preprocessing.get("input_size", (None,))[-1]
+        if args["model"] in HEADS:
+            return self.read_head(args), size
         name = args.pop("model")
         if name in OWN:
             self.own_patch, size = OWN_SIZES[name]
             return to_plain({"model": name, **OWN[name], **args}), size
         if not timm.is_model(name):
             raise unknown("model", name, {*OWN, *timm.list_models()})
+        if "backbone" in args:
+            raise LinvitError(f"{name} has no backbone: give a head as the model ({', '.join(HEADS)})")
         if not self.part.teacher:
             args.setdefault("num_classes", self.data.classes)
         with torch.device("meta"):
@@ -181,6 +212,21 @@ class Expansion:
         self.own_patch, self.classes = patch_of(model), model.num_classes
         args.pop("num_classes", None)
         return to_plain({"model": name, **args}), size or own_size(model)[0]
+
+    def read_head(self, args: dict[str, Any]) -> dict[str, Any]:
+        """The same of a detector or segmenter."""
+        if self.part.patch_sizes:
+            raise LinvitError("patch_sizes are of classifiers: give backbone_args = {patch_size = …}")
+        if self.part.teacher:
+            self.classes = args["num_classes"]
+        architecture, folder = read_dense(args)
+        self.places |= {"backbone": folder} if folder else {}
+        with torch.device("meta"):
+            softmax = Structure(
+                architecture=architecture, classes=self.classes, candidate=SOFTMAX, patch_size=None, size=OWN_SIZE
+            )
+            self.own_patch = patch_of(build_softmax(softmax))
+        return architecture
 
     def tasks(self) -> Iterator[Task]:
         named: dict[str, Candidate] = {}
@@ -207,9 +253,10 @@ class Expansion:
         """The softmax model that the candidates learn from, where none is given."""
         if self.part.mode == "scratch" or self.part.teacher:
             return
-        config = override(named_recipe(self.part.teacher_recipe, self.model_name), self.part.teacher_settings)
+        name = self.part.teacher_recipe_name
+        config = override(self.recipe(name), self.part.teacher_settings)
         if config.needs_teacher:
-            raise LinvitError(f"teacher_recipe {self.part.teacher_recipe} learns from a teacher itself: use deit")
+            raise LinvitError(f"teacher_recipe {name} learns from a teacher itself: use {self.part.plain_recipe}")
         self.teacher = None
         task = self.training("teacher", "scratch", softmax, config)
         self.teacher = TrainedTeacher(task.key, task.training)
@@ -268,16 +315,6 @@ def label_of(structure: Structure, mode: str, seed: int | None, own_patch: int |
         mode=mode,
         seed=seed,
     )
-
-
-def try_candidate(structure: Structure) -> str | None:
-    """Why this model cannot be built or called, in one line; None if it can. Nothing is computed for it."""
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            build_model(structure).eval()(torch.empty(1, 3, structure.size, structure.size))
-    except (LinvitError, RuntimeError, AssertionError, ValueError, TypeError) as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return None
 
 
 def from_result(result: Any, places: dict[str, str], source: str = "this") -> list[Task]:

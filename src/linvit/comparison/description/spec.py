@@ -19,6 +19,8 @@ from typing import Any, cast
 from linvit.codec import from_plain, to_plain
 from linvit.comparison.results import SPARSE
 from linvit.errors import LinvitError, unknown
+from linvit.models.dense import HEADS
+from linvit.tasks.kinds import head_of
 
 ALL = "all"  # among the plans: every mechanism that fits
 MODES = ("scratch", "distil")
@@ -72,13 +74,13 @@ class Comparison:
     architecture: dict[str, Any] = field(default_factory=lambda: {"model": "fair"})
     data: str = "digits"
     root: str = ""  # where a named set lies
-    recipe: str = ""  # empty: deit from scratch, fast when distilling
+    recipe: str = ""  # empty: deit from scratch, with a head finetune; fast when distilling
     settings: tuple[str, ...] = ()  # field=value, as `linvit train --set`
     seeds: tuple[int, ...] = (0,)
     patch_sizes: tuple[int, ...] = ()  # empty: the architecture's own
     size: tuple[int, ...] = ()  # of the images; empty: the architecture's own
     teacher: str = ""  # distil: a folder linvit saved, or a timm model; empty: one is trained first
-    teacher_recipe: str = "deit"  # of the teacher that is trained first
+    teacher_recipe: str = ""  # of the teacher that is trained first; empty: deit, with a head finetune
     teacher_settings: tuple[str, ...] = ()
     measure: Measure = field(default_factory=Measure)
     also: tuple[Part, ...] = ()
@@ -87,7 +89,7 @@ class Comparison:
         check_choices("mode", (self.mode,), MODES)
         model = self.architecture.get("model")
         if not isinstance(model, str):
-            raise LinvitError('the architecture needs a model: "fair", "vit" or the name of a timm model')
+            raise LinvitError('the architecture needs a model: "fair", "vit", a timm model or a head\'s name')
         if model in OWN:
             check_choices(f"setting of architecture {model}", self.architecture.keys() - {"model"}, OWN[model])
         if self.teacher and self.mode != "distil":
@@ -102,8 +104,24 @@ class Comparison:
                 raise LinvitError("the comparison has no seeds: give at least one, such as 0")
 
     @property
+    def head(self) -> str:
+        """The name of the detector or segmenter that is compared, as a given teacher or the architecture has it; empty
+        for classifiers."""
+        model = self.architecture["model"]
+        return head_of(self.teacher) if self.teacher else model if model in HEADS else ""
+
+    @property
     def recipe_name(self) -> str:
-        return self.recipe or ("fast" if self.mode == "distil" else "deit")
+        return self.recipe or ("fast" if self.mode == "distil" else self.plain_recipe)
+
+    @property
+    def teacher_recipe_name(self) -> str:
+        return self.teacher_recipe or self.plain_recipe
+
+    @property
+    def plain_recipe(self) -> str:
+        """What trains a softmax model unless told."""
+        return "finetune" if self.head else "deit"
 
     def parts(self) -> "list[Comparison]":
         """The grid's parts as comparisons of their own, the main one first."""

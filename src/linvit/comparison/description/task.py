@@ -138,15 +138,18 @@ def split_digest(split: Images) -> str:
 
 def describe_teacher(teacher: str) -> tuple[Named, SavedConfig | None]:
     """A teacher from elsewhere, and for a folder that linvit saved its config."""
-    folder = Path(teacher)
-    if not folder.is_dir():
-        return Named(teacher, None), None
+    return describe_folder(teacher, "teacher") if Path(teacher).is_dir() else (Named(teacher, None), None)
+
+
+def describe_folder(path: str, what: str) -> tuple[Named, SavedConfig]:
+    """A softmax model that linvit saved, by the digest of its config and weights, and its config."""
+    folder = Path(path)
     config = read_config(folder)
     if any(layer.mechanism != "softmax" for layer in config.layers):
-        raise LinvitError(f"the teacher {folder} is converted already: give the softmax model it was made from")
+        raise LinvitError(f"the {what} {folder} is converted already: give the softmax model it was made from")
     found = hashlib.sha256((folder / CONFIG).read_bytes())
     try:
         found.update(sha256(folder / WEIGHTS))
     except OSError as error:
-        raise LinvitError(f"cannot read the teacher's weights: {error}") from None
+        raise LinvitError(f"cannot read the {what}'s weights: {error}") from None
     return Named(folder.name, found.hexdigest()[:16]), config

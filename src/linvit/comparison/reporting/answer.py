@@ -1,9 +1,9 @@
 """All that a report says, whatever it is written as, and the answer first: which mechanism at which token count, in
 two sentences that the data write.
 
-At each token count of the ladder the pick is the fastest candidate whose mean top-1 lies at most so many points below
-softmax; of those within five percent of the fastest, which a clock hardly tells apart, the most accurate. Softmax is
-itself a candidate. Whether the seeds can tell the pick's accuracy from softmax's is said beside it.
+At each token count of the ladder the pick is the fastest candidate whose mean score (top-1, mAP or mIoU) lies at most
+so many points below softmax; of those within five percent of the fastest, which a clock hardly tells apart, the most
+accurate. Softmax is itself a candidate. Whether the seeds can tell the pick's score from softmax's is said beside it.
 """
 
 from collections import defaultdict
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from linvit.comparison.reporting.wording import accuracy, count, interval, listing, multiple, points
+from linvit.comparison.reporting.wording import accuracy, count, interval, listing, metric_name, multiple, points
 from linvit.comparison.results import SpeedPoint
 from linvit.comparison.statistics.estimates import Difference
 from linvit.comparison.statistics.reading import Results, read
 from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting, settings
 
-TOLERANCES = (0.5, 1.0, 2.0, 5.0)  # points of top-1 one may be ready to pay
+TOLERANCES = (0.5, 1.0, 2.0, 5.0)  # points of the score one may be ready to pay
 USUAL = 1.0
 SAME_SPEED = 1.05
 
@@ -77,17 +77,18 @@ def answer(setting: Setting) -> Answer:
     compared = [row for row in rows if row.delta is not None]
     if not compared:
         return Answer((without_softmax(rows),), picks)
+    worth = "accuracy" if setting.by_image else metric_name(setting.metric)
     usual = next((found for found in picks if found.tolerance == USUAL and found.picks), None)
     if usual is None:
         return Answer((accuracy_sentence(compared, None), "No speeds were measured yet."), picks)
-    return Answer((speed_sentence(usual), accuracy_sentence(compared, usual.picks[-1].row)), picks)
+    return Answer((speed_sentence(usual, worth), accuracy_sentence(compared, usual.picks[-1].row)), picks)
 
 
 def main_rows(setting: Setting) -> list[CandidateRow]:
     """The rows of the place with the most runs; of equals the smallest patch, where there are the most tokens."""
     places = setting.places(teachers=False)
     found = max(places, key=lambda rows: (sum(len(row.runs) for row in rows), -rows[0].patch))
-    return sorted(found, key=lambda row: -row.top1.mean)
+    return sorted(found, key=lambda row: -row.score.mean)
 
 
 def clocks(rows: Sequence[CandidateRow]) -> list[Ladder]:
@@ -138,7 +139,7 @@ def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Pi
         speeds = [(timing.batch / (timing.median or 1.0), timing, row) for timing, row in timed]
     fastest = max(speed for speed, _, _ in speeds)
     near = [(timing, row) for speed, timing, row in speeds if speed * SAME_SPEED >= fastest]
-    timing, row = softmax if softmax and softmax in near else max(near, key=lambda found: found[1].top1.mean)
+    timing, row = softmax if softmax and softmax in near else max(near, key=lambda found: found[1].score.mean)
     rivals = tuple(sorted(other.name for _, other in near if other is not row))
     ratio, lost = timing.ratio, ""
     if ratio is None and softmax is not None:
@@ -148,14 +149,14 @@ def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Pi
     return Pick(timing.tokens, timing.size, row, ratio, rivals, lost)
 
 
-def speed_sentence(found: Picks) -> str:
-    """Which mechanism at which token count on this chip."""
+def speed_sentence(found: Picks, worth: str) -> str:
+    """Which mechanism at which token count on this chip, for how much of what it is `worth`."""
     spans = [(name, list(group)) for name, group in groupby(found.picks, key=lambda pick: pick.name)]
     where = f"On {found.chip} ({'batches of ' + str(found.batch) if found.many else 'one image at a time'}),"
     last = found.picks[-1]
     if len(spans) == 1 and last.name == BASELINE:
         return (
-            f"{where} keep softmax: no mechanism within {points(found.tolerance)} of its accuracy was clearly faster"
+            f"{where} keep softmax: no mechanism within {points(found.tolerance)} of its {worth} was clearly faster"
             f" at any token count up to {count(last.tokens)}."
         )
     words: list[str] = []
@@ -169,7 +170,7 @@ def speed_sentence(found: Picks) -> str:
             won = gain(group, " as fast as softmax" if not told else "") if rated else ""
             words.append(f"{name} {at} tokens{won}")
             told = True
-    return f"{where} giving up at most {points(found.tolerance)} of accuracy, take {listing(words)}."
+    return f"{where} giving up at most {points(found.tolerance)} of {worth}, take {listing(words)}."
 
 
 def gain(group: Sequence[Pick], unit: str) -> str:
@@ -186,12 +187,12 @@ def accuracy_sentence(compared: Sequence[CandidateRow], taken: CandidateRow | No
     """What it costs against softmax, or against the teacher, and whether the seeds can tell."""
     row = taken if taken is not None and taken.delta else compared[0]
     assert row.delta is not None
-    taught = row.conversion.teacher_top1 if row.conversion else None
-    base = row.baseline.top1.mean if row.baseline else taught
+    taught = row.conversion.teacher_score if row.conversion else None
+    base = row.baseline.score.mean if row.baseline else taught
     tokens = f"At {count(row.first.model.tokens)} tokens " if row.first.model.tokens else ""
     name = row.name if row is taken or len(compared) == 1 else f"the most accurate, {row.name},"
-    text = f"{tokens}{name} scored {accuracy(row.top1.mean)} top-1 against {row.against}'s {accuracy(base)}"
-    text += f", {verdict(row.delta)}"
+    text = f"{tokens}{name} scored {accuracy(row.score.mean)} {metric_name(row.metric)}"
+    text += f" against {row.against}'s {accuracy(base)}, {verdict(row.delta)}"
     if len(compared) == 1:
         return f"{text}."
     clear = [row.delta.mean for row in compared if row.delta and row.delta.clear]
@@ -219,8 +220,9 @@ def verdict(delta: Difference) -> str:
 def without_softmax(rows: Sequence[CandidateRow]) -> str:
     best = rows[0]
     if len(rows) == 1:
-        return f"{best.name} scored {accuracy(best.top1.mean)} top-1, and there is nothing to compare it with yet."
+        found = f"{accuracy(best.score.mean)} {metric_name(best.metric)}"
+        return f"{best.name} scored {found}, and there is nothing to compare it with yet."
     text = f"Softmax was not trained here, so nothing is said against it: {best.name} scored highest,"
-    text += f" {accuracy(best.top1.mean)} top-1"
-    close = [row.name for row in rows[1:] if row.interval and row.interval[1] >= best.top1.mean]
+    text += f" {accuracy(best.score.mean)} {metric_name(best.metric)}"
+    close = [row.name for row in rows[1:] if row.interval and row.interval[1] >= best.score.mean]
     return f"{text}, which lies within the intervals of {listing(close)}." if close else f"{text}."

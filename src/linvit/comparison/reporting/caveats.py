@@ -12,14 +12,28 @@ from linvit.comparison.statistics.reading import Results
 from linvit.comparison.statistics.rows import Setting
 from linvit.conversion.plan import PLANS
 
-METHOD = (
+COMMON = (
     "Within a setting all candidates share architecture, recipe, data, order of the images and seeds; only the"
     " attention changes, and patch size or resolution where the row says so. Accuracy is that of the last weights, not"
-    " of the best.",
+    " of the best."
+)
+CLASSIFIED = (
     "± beside an accuracy is its 95 % interval over the seeds for these validation images (Student's t); with a single"
     " seed, over the images.",
     "Δ is the difference to softmax trained with the same seeds, image by image. Its interval covers other seeds and"
     " other images (two-way random effects, Satterthwaite's degrees of freedom); for one seed, other images alone.",
+)
+DENSE = (
+    "mAP and mIoU are of the whole validation set, in percent. ± beside one is its 95 % interval over the seeds"
+    " (Student's t); a single seed has none.",
+    "Δ of them is the mean difference to softmax trained with the same seed, which has the same initial weights and"
+    " sees the same images in the same order. Its interval is Student's t over these paired seeds. Nothing is paired"
+    " image by image, so neither interval says how other validation images would turn out.",
+    "Speeds of detectors and segmenters are of whole models with float32 weights, under autocast in half precision; a"
+    " training step learns from objects or labels drawn at random. A detector's MACs are its backbone's: what follows"
+    " its proposals depends on the image.",
+)
+SPEEDS = (
     "Latency is of one image, throughput of a batch; both are medians, timed alone on the device, with softmax of the"
     " same architecture side by side in the same task. Ratios come from there. As a CUDA graph a pass is replayed, and"
     " what Python takes to start it does not count; as plain calls it does.",
@@ -29,8 +43,10 @@ METHOD = (
 )
 DISTILLED = (
     "Distilled: every candidate starts from the same softmax checkpoint. Zero-shot is its accuracy right after the"
-    " swap, agreement how often it then chooses the teacher's class, KL the mean divergence from the teacher, in"
-    " nats. Where softmax was not itself distilled, Δ is to the teacher."
+    " swap{}. Where softmax was not itself distilled, Δ is to the teacher."
+)
+AGREEMENT = (
+    ", agreement how often it then chooses the teacher's class, KL the mean divergence from the teacher, in nats"
 )
 MANY = "Intervals are not corrected for how many there are: of twenty that mean nothing, one leaves out zero by chance."
 SHARED = (
@@ -55,14 +71,20 @@ NAMES = {
 
 
 def method(settings: Sequence[Setting]) -> list[str]:
-    return [*METHOD, DISTILLED] if any(setting.mode == "distil" for setting in settings) else list(METHOD)
+    """What was done, for the kinds of models that are here."""
+    dense = any(not setting.by_image for setting in settings)
+    classified = not dense or any(setting.by_image for setting in settings)
+    said = [COMMON, *(CLASSIFIED if classified else ()), *(DENSE if dense else ()), *SPEEDS]
+    distilled = [setting.by_image for setting in settings if setting.mode == "distil"]
+    return [*said, DISTILLED.format(AGREEMENT if any(distilled) else "")] if distilled else said
 
 
 def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
     """What a careful reader would ask about these very files."""
     rows = [row for setting in settings for row in setting.rows if not row.is_teacher]
     runs = [run for row in rows for run in row.runs]
-    single = sum(len(row.runs) == 1 for row in rows)
+    single, seeing = sum(len(row.runs) == 1 for row in rows), all(row.first.by_image for row in rows)
+    blind = "their intervals know nothing of other seeds" if seeing else "nothing is known of other seeds"
     shared = sum(run.training.shared > 1 for run in runs)
     machines = sorted({run.environment.hardware for run in runs})
     sources = {run.environment.source for run in runs}
@@ -70,7 +92,7 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
     points = [point for speed in results.speeds for point in speed.rows]
     untimed, failed = sum(bool(point.note) for point in points), len(results.failures)
     said = [
-        (single, f"{single} of {len(rows)} rows rest on a single seed: their intervals know nothing of other seeds."),
+        (single, f"{single} of {len(rows)} rows rest on a single seed: {blind}."),
         (len(rows) > 2, MANY),
         (shared, f"{shared} of {len(runs)} trainings {SHARED}"),
         (len(machines) > 1, f"Trained on different machines: {listing(machines)}."),

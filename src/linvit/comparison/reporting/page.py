@@ -128,6 +128,8 @@ def papers_html(settings: Sequence[Setting]) -> str:
         if body:
             more = f"<details class='further'><summary>{escape(setting.title)}</summary>{body}</details>"
             blocks.append(more if blocks else body)
+    if settings and not any(setting.by_image for setting in settings):
+        return "<p>The papers' numbers that are kept here are of classifiers: none compares with these.</p>"
     if not blocks:
         return "<p>None of the papers' mechanisms is here together with what they compare it with.</p>"
     return (

@@ -9,6 +9,7 @@ import numpy as np
 from linvit.attention import list_mechanisms
 from linvit.codec import to_plain
 from linvit.comparison.reporting.answer import Contents
+from linvit.comparison.reporting.wording import SECONDARY, metric_name
 from linvit.comparison.results import Run
 from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting, mean_of, teacher_of, use_of
 
@@ -41,7 +42,11 @@ def payload(contents: Contents) -> Json:
     ]
     titles = zip(settings, apart(settings), strict=True)
     return {
-        "settings": [{"title": name, "mode": setting.mode} for setting, name in titles],
+        "settings": [
+            {"title": name, "mode": setting.mode, "metric": metric_name(setting.metric), "by_image": setting.by_image}
+            for setting, name in titles
+        ],
+        "secondary": {name: metric_name(name) for name in SECONDARY},
         "rows": rounded(made),
         "picks": rounded(picks),
         "styles": styles(row.label.candidate for row in rows),
@@ -69,9 +74,11 @@ def row_data(row: CandidateRow, data: Json) -> Json:
         "patch": row.patch,
         "key": first.candidate_key,
         "seeds": row.seeds,
-        "top1": row.top1.mean,
+        "score": row.score.mean,
+        "metrics": row.metrics,
+        "per_class": row.per_class,
         "interval": row.interval,
-        "error": row.top1.standard_error,
+        "error": row.score.standard_error,
         "top5": accuracy.top5,
         "best": accuracy.best,
         "delta": {**to_plain(row.delta), "against": row.against} if row.delta else None,
@@ -85,11 +92,11 @@ def row_data(row: CandidateRow, data: Json) -> Json:
 
 
 def curve(row: CandidateRow) -> list[Json]:
-    """Top-1 after each epoch: the mean, the least and the greatest over the seeds."""
+    """The score after each epoch: the mean, the least and the greatest over the seeds."""
     at: dict[float, list[float]] = defaultdict(list)
     for run in row.runs:
         for epoch in run.accuracy.epochs:
-            at[float(epoch.epoch)].append(epoch.top1)
+            at[float(epoch.epoch)].append(epoch.score)
     epochs = sorted(at)
     kept = ((epochs[i], at[epochs[i]]) for i in thinned(len(epochs)))
     return [{"epoch": e, "mean": float(np.mean(tops)), "low": min(tops), "high": max(tops)} for e, tops in kept]
@@ -103,7 +110,7 @@ def run_data(run: Run, data: Json) -> Json:
     return {
         "key": run.key,
         "seed": run.seed,
-        "top1": run.top1,
+        "score": run.score,
         "best": run.accuracy.best,
         "seconds": run.seconds,
         "shared": run.training.shared,

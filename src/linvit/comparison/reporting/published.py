@@ -72,7 +72,7 @@ class Ranking:
         """In their order: candidate, their name, top-1 and rank, our top-1 and rank, parameters and MACs of both."""
         return [
             [place.row.name, place.label, place.theirs.accuracy, str(place.their_rank)]
-            + [f"{place.row.top1.mean:.2f}", str(place.our_rank), place.theirs.params, place.theirs.macs]
+            + [f"{place.row.score.mean:.2f}", str(place.our_rank), place.theirs.params, place.theirs.macs]
             + [short(count) for count in (place.row.first.model.parameters, place.row.first.model.macs)]
             for place in sorted(self.places, key=lambda place: place.their_rank)
         ]
@@ -94,7 +94,10 @@ class Ranking:
 
 
 def claims(rows: Sequence[CandidateRow]) -> list[PaperClaim]:
-    """What the papers say a mechanism changes, where both it and what it is compared with are among the rows."""
+    """What the papers say a mechanism changes of a classifier, where both it and what it is compared with are among the
+    rows."""
+    if not all(row.first.by_image for row in rows):
+        return []
     said = [MIXA]
     for table, prefix in FAMILIES.items():
         for base, row in pairwise(TABLES[table].sections[0].rows):
@@ -110,7 +113,7 @@ def claims(rows: Sequence[CandidateRow]) -> list[PaperClaim]:
         ours, rival = nearest(mechanism, rows), next((row for row in rows if row.label.candidate == against), None)
         if ours is not None and rival is not None:
             delta = paired(ours, rival)
-            mean = delta.mean if delta else ours.top1.mean - rival.top1.mean
+            mean = delta.mean if delta else ours.score.mean - rival.score.mean
             ends = delta.interval if delta else None
             found.append(PaperClaim(paper, mechanism, model, against, theirs, ours, mean, ends, note))
     return found
@@ -136,6 +139,8 @@ def nearest(mechanism: str, rows: Sequence[CandidateRow]) -> CandidateRow | None
 
 def rankings(setting: Setting) -> list[Ranking]:
     """The Fair Comparison's tables beside our rows of each place; its finer patches beside our finest."""
+    if not setting.by_image:
+        return []
     places = sorted(setting.places(teachers=False), key=lambda rows: (rows[0].patch, -rows[0].label.size))
     made = []
     for index, rows in enumerate(places):
@@ -147,11 +152,11 @@ def rankings(setting: Setting) -> list[Ranking]:
 
 
 def rank_pairs(section: str, pairs: Sequence[tuple[Printed, CandidateRow]]) -> Ranking:
-    theirs, ours = [float(printed.accuracy) for printed, _ in pairs], [row.top1.mean for _, row in pairs]
+    theirs, ours = [float(printed.accuracy) for printed, _ in pairs], [row.score.mean for _, row in pairs]
     ranks_of = ([1 + sum(a > b for a in values) for b in values] for values in (theirs, ours))
     ranked = zip(pairs, *ranks_of, strict=True)
     places = [RankedPair(printed.label, printed, row, *ranks) for (printed, row), *ranks in ranked]
-    tops = [{run.seed: run.top1 for run in row.runs} for _, row in pairs]
+    tops = [{run.seed: run.score for run in row.runs} for _, row in pairs]
     seeds = set.intersection(*(set(top1) for top1 in tops))
     alone = [kendall(theirs, [top1[seed] for top1 in tops]) for seed in sorted(seeds)]
     agreeing, contrary = 0, []

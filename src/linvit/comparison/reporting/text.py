@@ -10,15 +10,26 @@ from linvit.codec import to_plain
 from linvit.comparison.reporting.answer import Contents, at_own_size, clock_of, clocks, main_rows
 from linvit.comparison.reporting.caveats import caveats, hardware, inferred, method
 from linvit.comparison.reporting.published import PaperClaim, Ranking, claims, rankings
-from linvit.comparison.reporting.wording import change, count, listing, megabytes, minus, multiple, short, three
-from linvit.comparison.results import SpeedPoint
+from linvit.comparison.reporting.wording import (
+    SECONDARY,
+    change,
+    count,
+    listing,
+    megabytes,
+    metric_name,
+    minus,
+    multiple,
+    short,
+    three,
+)
+from linvit.comparison.results import Run, SpeedPoint
 from linvit.comparison.statistics.estimates import pareto_front
 from linvit.comparison.statistics.rows import CandidateRow, Ladder, Setting
 
 WORDS = ("", "task", "error", "paper", "theirs", "against")  # columns of words, not of numbers
 COLUMNS = (
     *("kind", "setting", "mode", "data", "candidate", "mechanism", "paper", "patch", "size", "tokens", "seed", "key"),
-    *("top1", "top5", "best", "standard_error", "loss", "parameters", "macs"),
+    *("metric", "top1", "top5", "best", "standard_error", "loss", "parameters", "macs"),
     *("training_seconds", "training_images_per_second", "training_peak_bytes", "training_shared"),
     *("zero_shot", "teacher_top1", "agreement", "kl", "float16_rms", "bfloat16_rms"),
     *("device", "hardware", "pass", "batch", "precision", "compiled", "cuda_graph", "median_ms", "low_ms", "high_ms"),
@@ -32,7 +43,7 @@ def markdown(contents: Contents) -> str:
     for setting in contents.settings:
         blocks.append(f"## {plain(setting.title)}")
         for rows in sorted(setting.places(teachers=True), key=lambda rows: rows[0].place):  # the finest patches first
-            blocks += place(setting, sorted(rows, key=lambda row: -row.top1.mean))
+            blocks += place(setting, sorted(rows, key=lambda row: -row.score.mean))
         blocks += [ranking(found) for found in rankings(setting)]
         claimed = claims(main_rows(setting))
         blocks += [claims_table(claimed)] if claimed else []
@@ -64,18 +75,24 @@ def place(setting: Setting, rows: Sequence[CandidateRow]) -> list[str]:
 
 def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
     distil = setting.mode == "distil"
-    heads = ["candidate", "top-1, %", "Δ softmax, points", *(["zero-shot, %", "agrees, %", "KL"] if distil else [])]
-    heads += ["seeds", "parameters", "MACs", "latency, ms", "images/s", "memory"]
+    others = [name for name in SECONDARY if any(name in row.metrics for row in rows)]
+    part = next((f" ({row.first.model.counted})" for row in rows if row.first.model.counted), "")
+    heads = ["candidate", f"{metric_name(setting.metric)}, %", "Δ softmax, points"]
+    heads += [f"{metric_name(name)}, %" for name in others]
+    heads += ["zero-shot, %", *(["agrees, %", "KL"] if setting.by_image else [])] if distil else []
+    heads += ["seeds", "parameters", f"MACs{part}", "latency, ms", "images/s", "memory"]
     single, batch = (clock_of(rows, many=many) for many in (False, True))
     lines = []
     for row in rows:
         ends, delta = row.interval, row.delta
         spread = f" ± {(ends[1] - ends[0]) / 2:.2f}" if ends else ""
-        cells = [row.name, f"{row.top1.mean:.2f}{spread}"]
+        cells = [row.name, f"{row.score.mean:.2f}{spread}"]
         cells.append(change(delta.mean, delta.interval) if delta else "–")
+        cells += [f"{row.metrics[name]:.2f}" if name in row.metrics else "–" for name in others]
         if distil:
             found = row.conversion
-            cells += [three(x) for x in ((found.zero_shot, found.agreement, found.kl) if found else [None] * 3)]
+            numbers = (found.zero_shot, found.agreement, found.kl) if found else [None] * 3
+            cells += [three(number) for number in numbers[: 3 if setting.by_image else 1]]
         one, many = at_own_size(row, single), at_own_size(row, batch)
         cells += [str(len(row.runs)), short(row.first.model.parameters), short(row.first.model.macs)]
         cells.append(three(one.median if one else None))
@@ -92,7 +109,7 @@ def front(rows: Sequence[CandidateRow]) -> str:
     timed = [(row, 1 / t.images_per_second) for row in rows if (t := at_own_size(row, clock)) and t.images_per_second]
     if len(timed) < 2:
         return ""
-    best = pareto_front([cost for _, cost in timed], [row.top1.mean for row, _ in timed])
+    best = pareto_front([cost for _, cost in timed], [row.score.mean for row, _ in timed])
     return f"Nothing here is both faster and more accurate than {plain(listing([timed[i][0].name for i in best]))}."
 
 
@@ -151,8 +168,9 @@ def plain(text: str) -> str:
 
 def spreadsheet(contents: Contents) -> str:
     """The report as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    text, runs = io.StringIO(), contents.results.runs
+    columns = dict.fromkeys([*COLUMNS, *(name for run in runs for name in by_metric(run))])
+    writer = csv.DictWriter(text, list(columns), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for line in [*run_lines(contents), *speed_lines(contents)]:
         writer.writerow({name: harmless(value) for name, value in line.items()})
@@ -169,6 +187,7 @@ def run_lines(contents: Contents) -> Iterator[dict[str, Any]]:
             **(to_plain(run.conversion) if run.conversion else {}),
             **{f"training_{name}": value for name, value in to_plain(run.training).items()},
             **{f"{drift.dtype}_rms": drift.relative_rms for drift in run.drift},
+            **by_metric(run),
             "kind": "teacher" if row.is_teacher else "run",
             "setting": setting.title,
             "key": run.key,
@@ -178,6 +197,15 @@ def run_lines(contents: Contents) -> Iterator[dict[str, Any]]:
             "commit": run.environment.commit,
             "command": run.command,
         }
+
+
+def by_metric(run: Run) -> dict[str, Any]:
+    """What a run is judged by. The metrics of detectors and segmenters have columns of their own."""
+    metric, found = run.accuracy.metric, run.conversion
+    if run.by_image:
+        return {"metric": metric}
+    taught = {f"teacher_{metric}": found.teacher_score} if found else {}
+    return {"metric": metric, "top1": None, "teacher_top1": None, **taught, **run.accuracy.metrics}
 
 
 def speed_lines(contents: Contents) -> Iterator[dict[str, Any]]:

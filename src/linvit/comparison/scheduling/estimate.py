@@ -14,11 +14,11 @@ import torch
 from linvit.comparison.description.building import build_model
 from linvit.comparison.description.task import DataDescription, Task
 from linvit.comparison.results import SOFTMAX, ModelFacts, Run, Structure, TrainingIdentity
+from linvit.comparison.scheduling.execution.passes import training_pass
 from linvit.comparison.scheduling.execution.running import facts, fixed_threads, threads
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
 from linvit.measurement.clock import by_turns
-from linvit.measurement.model_speed import training_call
 from linvit.measurement.record import hardware
 from linvit.training import Config
 
@@ -107,7 +107,7 @@ def calibrate(identity: TrainingIdentity, device: str) -> float:
         try:
             with fixed_threads(where, threads(macs * config.batch_size)):
                 images = torch.randn(batch, 3, identity.size, identity.size, device=where)
-                step = training_call(model, images, config.precision)
+                step = training_pass(model, images, config.precision)
                 step()  # warms up
                 return 3 * macs * batch / (by_turns([step], where, latency=True, budget=BUDGET)[0].median / 1e3)
         except torch.OutOfMemoryError:

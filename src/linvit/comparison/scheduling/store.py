@@ -126,11 +126,14 @@ class Store:
     # What is added.
 
     def ask(self, comparison: Comparison) -> None:
-        """Keep what was asked for, so that `linvit compare -o STORE` goes on with it. Asked again with data or teacher
-        in another place, it is the same comparison, and the new place holds."""
+        """Keep what was asked for, so that `linvit compare -o STORE` goes on with it. Asked again with data, teacher or
+        backbone in another place, it is the same comparison, and the new place holds."""
         data = comparison.to_dict()
         asked = {"kind": "comparison", "time": datetime.now(UTC).isoformat(timespec="seconds"), "comparison": data}
         same = {**data, "data": Path(comparison.data).name, "root": "", "teacher": Path(comparison.teacher).name}
+        same["teacher_recipe"] = comparison.teacher_recipe_name
+        if isinstance(backbone := comparison.architecture.get("backbone"), str):
+            same["architecture"] = {**data["architecture"], "backbone": Path(backbone).name}
         path = self.folder / "comparisons" / f"{digest(same)}.json"
         before = read_json(path)
         if not isinstance(before, dict) or before.get("comparison") != data:

@@ -50,7 +50,7 @@ def add(results: Results, result: Run | Speed | Failure) -> None:
     elif isinstance(result, Speed):
         results.speeds.append(result)
     else:
-        if result.right is None:
+        if result.by_image and result.right is None:
             note = f"Run {result.key}: the images' results do not fit its accuracy; only the total is used."
             results.notes.append(note)
         if result.kind == "teacher":

@@ -56,7 +56,7 @@ class CandidateRow:
     name: str = field(init=False)
     patch: int = field(init=False)  # 0 where the architecture's own is not known
     seeds: list[int] = field(init=False)
-    top1: Estimate = field(init=False)
+    score: Estimate = field(init=False)
     delta: Difference | None = None
     ladders: list[Ladder] = field(default_factory=list)
 
@@ -65,7 +65,22 @@ class CandidateRow:
         self.first, self.label = self.runs[0], self.runs[0].label
         self.name = f"{self.label.candidate} (teacher)" if self.is_teacher else self.label.candidate
         self.patch, self.seeds = self.label.patch or 0, [run.seed for run in self.runs]
-        self.top1 = estimate([run.top1 for run in self.runs])
+        self.score = estimate([run.score for run in self.runs])
+
+    @property
+    def metric(self) -> str:
+        """What the score is: top1, mAP or mIoU."""
+        return self.first.accuracy.metric
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All metrics of a detector or segmenter: means over seeds."""
+        return means_by_name([run.accuracy.metrics for run in self.runs])
+
+    @property
+    def per_class(self) -> dict[str, float]:
+        """The same for the metric of each class."""
+        return means_by_name([run.accuracy.per_class for run in self.runs])
 
     @property
     def place(self) -> tuple[int, int, str]:
@@ -74,11 +89,11 @@ class CandidateRow:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Of top-1: over seeds, or over images where there is a single seed."""
+        """Of the score: over seeds, or over images where there is a single seed and they are right or wrong."""
         error = self.first.accuracy.standard_error
-        if self.top1.interval is not None or error is None:
-            return self.top1.interval
-        return self.top1.mean - 1.96 * error, self.top1.mean + 1.96 * error
+        if self.score.interval is not None or error is None:
+            return self.score.interval
+        return self.score.mean - 1.96 * error, self.score.mean + 1.96 * error
 
     def points_by(self, clock: Ladder) -> list[SpeedPoint]:
         """All that was timed as that clock times."""
@@ -106,6 +121,12 @@ def mean_of(records: Sequence[T]) -> T:
     return replace(first, **means)  # type: ignore[type-var]
 
 
+def means_by_name(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The means of what all records have."""
+    names = [name for name in records[0] if all(name in record for record in records)]
+    return {name: sum(record[name] for record in records) / len(records) for name in names}
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the compared runs have in common."""
@@ -114,6 +135,14 @@ class Setting:
     title: str
     mode: str
     rows: tuple[CandidateRow, ...]
+
+    @property
+    def metric(self) -> str:
+        return self.rows[0].metric
+
+    @property
+    def by_image(self) -> bool:
+        return self.rows[0].first.by_image
 
     def places(self, *, teachers: bool) -> list[list[CandidateRow]]:
         """The rows that are compared with each other, with or without the teacher that they learnt from."""
@@ -195,9 +224,16 @@ def teacher_seed(setting: Setting) -> str:
 
 def title(rows: Sequence[CandidateRow]) -> str:
     run = rows[0].first
-    model, config = run.identity.architecture.get("model"), run.identity.config
-    words = [f"{MODES.get(run.label.mode, run.label.mode)} on {run.data.name}"]
-    words += [str(model)] if model else []
+    architecture, config, how = run.identity.architecture, run.identity.config, run.label.mode
+    words = [f"{'Trained' if run.identity.head and how == 'scratch' else MODES.get(how, how)} on {run.data.name}"]
+    model = architecture.get("model")
+    words += (
+        [f"{model} on {'a trained ' if 'trunk' in architecture else ''}{architecture.get('backbone')}"]
+        if (run.identity.head)
+        else [str(model)]
+        if model
+        else []
+    )
     words += [f"recipe {config['recipe']}"] if config.get("recipe") else []
     words += [f"{config['epochs']:g} epochs"] if isinstance(config.get("epochs"), int | float) else []
     return ", ".join(words)
@@ -215,8 +251,8 @@ def add_differences(rows: Sequence[CandidateRow]) -> None:
         if base is not None:
             row.delta = paired(row, base)
         else:
-            known = {run.seed: (run.conversion.teacher_top1, None) for run in row.runs if run.conversion is not None}
-            row.delta = difference({run.seed: (run.top1, None) for run in row.runs}, known)
+            known = {run.seed: (run.conversion.teacher_score, None) for run in row.runs if run.conversion is not None}
+            row.delta = difference({run.seed: (run.score, None) for run in row.runs}, known)
 
 
 def paired(row: CandidateRow, base: CandidateRow) -> Difference | None:
@@ -229,7 +265,7 @@ def paired(row: CandidateRow, base: CandidateRow) -> Difference | None:
 
 def difference_of_runs(a: Mapping[int, Run], b: Mapping[int, Run]) -> Difference | None:
     """The same for runs by seed."""
-    scores = ({seed: (run.top1, run.right) for seed, run in side.items()} for side in (a, b))
+    scores = ({seed: (run.score, run.right) for seed, run in side.items()} for side in (a, b))
     return difference(*scores)
 
 

@@ -73,6 +73,10 @@ class Files:
         except OSError as error:
             raise LinvitError(f"cannot read {self.full(name)}: {error.strerror}") from None
 
+    def size(self, name: str) -> int:
+        """How many bytes a file has."""
+        return (self.path / name).stat().st_size if self.archive is None else self.places[os.path.normpath(name)][1]
+
     def text(self, name: str) -> str:
         try:
             return self.read(name).decode("utf-8-sig")

@@ -17,7 +17,7 @@ from linvit.tasks.dense.transforms import TransformSettings, to_original
 from linvit.tasks.detect.metrics import DetectionMeter, DetectionMetrics
 from linvit.tasks.fitting import Fitting
 from linvit.tasks.segment.metrics import SegmentationMeter, SegmentationMetrics
-from linvit.training import Config, Output, Processes, Task, make_processes
+from linvit.training import Config, Output, Phase, Processes, Task, make_processes
 from linvit.training.engine.phases import repeatable
 from linvit.training.objectives.stages import make_dense_phases
 
@@ -106,7 +106,8 @@ def nearest(maps: Tensor, size: int) -> Tensor:
 
 
 class DenseFitting(Fitting):
-    """A detector or segmenter, annotated images and a recipe."""
+    """A detector or segmenter, annotated images and a recipe. Runs in one process can share `phases`, as classifiers
+    can."""
 
     def __init__(
         self,
@@ -117,16 +118,19 @@ class DenseFitting(Fitting):
         teacher: nn.Module | None = None,
         processes: Processes | None = None,
         output: Output | None = None,
+        phases: list[Phase] | None = None,
     ) -> None:
         processes = processes or make_processes(config)
         super().__init__(config, processes, output)
         train, validation = match_names(model, sets)
         settings = settings_of(model, config)
         model.to(processes.device)
-        self.prepare_model(model)
         if teacher is not None:
             teacher.to(processes.device)
-        self.phases = make_dense_phases(config, model, teacher)
+        if phases is None:
+            self.prepare_model(model)
+            phases = make_dense_phases(config, model, teacher)
+        self.phases = phases
         for split in (train, validation):
             self.note(split.note if split is not None else "")
         batch = config.batch_size // (processes.world * config.accumulate)
@@ -138,19 +142,13 @@ class DenseFitting(Fitting):
             self.checks = DenseSource(validation, settings, batch, training=False, **place)
         self.task = DenseTask(model.task, validation, self.checks, processes)
         splits = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
-        if self.output.models:
-            note(model, input_size=(3, settings.size, settings.size), crop_pct=1.0, crop_mode=MODES[config.resize])
+        note(model, input_size=(3, settings.size, settings.size), crop_pct=1.0, crop_mode=MODES[config.resize])
         self.assemble(model, self.task, {"sets": splits, "classes": list(label_names(model))}, ["dense"], teacher)
 
-    def evaluate(self) -> Metrics:
-        """How good the trained weights are on the validation set, in the recipe's precision."""
+    def evaluate(self, model: nn.Module | None = None) -> Metrics:
+        """How good the trained weights, or another model, are on the validation set, in the recipe's precision."""
         with repeatable(self.config.deterministic), torch.no_grad(), self.processes.autocast():
-            return self.task.evaluate(self.shown.eval())
-
-    def close(self) -> None:
-        super().close()
-        if self.checks is not None:
-            self.checks.close()
+            return self.task.evaluate((model or self.shown).eval())
 
 
 def match_names(model: DenseModel, sets: DenseSets) -> tuple[Samples, Samples | None]:

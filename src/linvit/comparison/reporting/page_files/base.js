@@ -31,6 +31,7 @@ const percent = (x, digits = 1) => (known(x) ? x.toFixed(digits) : "–");
 const signed = (x, digits = 1) => (known(x) ? minus((x >= 0 ? "+" : "") + x.toFixed(digits)) : "–");
 const range = (ends, write) => (ends ? `[${ends.map((end) => write(end)).join(", ")}]` : "");
 const bounds = (ends) => range(ends, (x) => signed(x));
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 // Three digits; `even` keeps trailing zeros, for columns of numbers.
 function three(x, even = false) {
@@ -59,6 +60,10 @@ function listed(data) {
   const flat = (_, inner) => `[${inner.replace(/\s*\n\s*/g, " ")}]`;
   return JSON.stringify(data, null, 1).replace(/\[\s+([^[\]{}]*?)\s+\]/g, flat);
 }
+
+// What the setting's models are judged by, and whether each image is right or wrong.
+const metric = () => D.settings[state.setting].metric;
+const byImage = () => D.settings[state.setting].by_image;
 
 // Rows and speeds that the controls leave.
 const inSetting = () => D.rows.filter((row) => row.setting === state.setting);

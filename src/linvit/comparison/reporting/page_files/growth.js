@@ -79,7 +79,7 @@ function drawQuantity(holder, name) {
   interactive(at, items);
   const sentence = ([why, names]) => `${why[0].toUpperCase()}${why.slice(1)}: ${names.join(", ")}.`;
   byId(`${name}-caption`).textContent = [
-    `${WAYS[growth.way]} on ${D.chips[state.chip]}, patches of ${patch} pixels.`,
+    `${WAYS[growth.way]} on ${D.chips[state.chip]}${patch ? `, patches of ${patch} pixels` : ""}.`,
     "Beside each name the exponent fitted to the upper half of the ladder: 1 is linear in the tokens, 2 quadratic.",
     ...Object.entries(lost).map(sentence),
   ].join(" ");

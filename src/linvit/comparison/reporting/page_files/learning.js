@@ -20,7 +20,7 @@ function drawCurves() {
   const room = 20 + Math.max(...drawn.map(({ row }) => widthOf(`${shortName(row)}  88.8`)));
   const height = Math.max(heightFor(holder, 0.42, 340, 500), 80 + 13 * drawn.length);
   const x = { range: [Math.min(...all.map(({ epoch }) => epoch)), longest], title: "epochs", write: three };
-  const y = { values: all.flatMap(({ low, high }) => [low, high]), title: "top-1, %", write: three };
+  const y = { values: all.flatMap(({ low, high }) => [low, high]), title: `${metric()}, %`, write: three };
   const at = frame(holder, height, x, y, room), items = [], ends = [];
   for (const { row, points } of drawn) {
     const group = itemGroup(row.candidate), colour = hueOf(row.candidate), last = points.at(-1);
@@ -39,7 +39,7 @@ function drawCurves() {
   const single = drawn.filter(({ row }) => row.seeds.length < 2).length;
   const bare = single ? `; ${plural(single, "line")} of a single seed ${single === 1 ? "has" : "have"} none` : "";
   byId("curves-caption").textContent =
-    `Patches of ${patch} pixels. Lines are means over seeds, bands reach from the worst seed to the best${bare}.`;
+    `${patch ? `Patches of ${patch} pixels. ` : ""}Lines are means over seeds, bands reach from the worst seed to the best${bare}.`;
 }
 function tellCurve(row, { mean, low, high }) {
   return [

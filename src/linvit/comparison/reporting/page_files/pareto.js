@@ -43,31 +43,37 @@ const COSTS = {
   tokens: { name: "Tokens", title: "tokens", of: (row) => row.tokens, write: whole },
 };
 const GAINS = {
-  top1: { name: "Top-1 accuracy", title: "top-1, %", of: (row) => row.top1, ends: (row) => row.interval, write: percent },
+  score: {
+    name: () => (byImage() ? `${capital(metric())} accuracy` : metric()),
+    title: () => `${metric()}, %`,
+    of: (row) => row.score,
+    ends: (row) => row.interval,
+    write: percent,
+  },
   delta: {
-    name: "Difference to the baseline",
-    title: "top-1 against the baseline, points",
+    name: () => "Difference to the baseline",
+    title: () => `${metric()} against the baseline, points`,
     of: (row) => (row.delta ? row.delta.mean : row.candidate === "softmax" ? 0 : null),
     ends: (row) => row.delta && row.delta.interval,
     write: signed,
   },
   agreement: {
-    name: "Agreement with the teacher",
-    title: "agreement with the teacher, %",
+    name: () => "Agreement with the teacher",
+    title: () => "agreement with the teacher, %",
     of: (row) => row.conversion.agreement,
     ends: () => null,
     write: percent,
   },
   zero_shot: {
-    name: "Zero-shot top-1",
-    title: "zero-shot top-1, %",
+    name: () => `Zero-shot ${metric()}`,
+    title: () => `zero-shot ${metric()}, %`,
     of: (row) => row.conversion.zero_shot,
     ends: () => null,
     write: percent,
   },
 };
 const SCALES = [["", "automatic"], ["log", "logarithmic"], ["linear", "linear"]];
-const pareto = { x: "throughput", y: "top1", log: "" };
+const pareto = { x: "throughput", y: "score", log: "" };
 
 function paretoChoices() {
   const rows = rowsNow();
@@ -80,7 +86,7 @@ function paretoChoices() {
     drawPareto();
   };
   byId("pareto-choices").replaceChildren(
-    choice("Vertical", gains.map((key) => [key, GAINS[key].name]), pareto.y, set("y"), "pareto-y"),
+    choice("Vertical", gains.map((key) => [key, GAINS[key].name()]), pareto.y, set("y"), "pareto-y"),
     choice("Horizontal", costs.map((key) => [key, COSTS[key].name]), pareto.x, set("x"), "pareto-x"),
     choice("Scale", SCALES, pareto.log, set("log"), "pareto-log"),
   );
@@ -97,7 +103,7 @@ function drawPareto() {
   const xs = points.map((p) => p.x), ys = points.map((p) => p.y), best = front(points), write = cost.write || three;
   const log = pareto.log ? pareto.log === "log" : Math.max(...xs) / Math.min(...xs) > 8;
   const levels = near(ys, points.flatMap((p) => gain.ends(p.row) || []));
-  const x = { values: xs, log, title: cost.title, write }, y = { values: levels, title: gain.title, write: three };
+  const x = { values: xs, log, title: cost.title, write }, y = { values: levels, title: gain.title(), write: three };
   const at = frame(holder, heightFor(holder, 0.5, 340, 580), x, y, 24);
   const steps = best.map((p, i) => (i ? `H${at.X(p.x)}V${at.Y(p.y)}` : `M${at.X(p.x)},${at.Y(p.y)}`));
   at.root.append(svg("path", { class: "front", d: `${steps.join("")}H${at.right}` }));
@@ -123,7 +129,7 @@ function paretoItem(at, { row, x, y }, cost, gain) {
   group.append(node);
   at.root.append(group);
   const value = `${gain.write(y, 2)} ${range(ends, (end) => gain.write(end, 2))}`;
-  const lines = [called(row), [gain.title.replace(/,.*/, ""), value], [cost.title, (cost.write || three)(x)]];
+  const lines = [called(row), [gain.title().replace(/,.*/, ""), value], [cost.title, (cost.write || three)(x)]];
   if (row.delta) lines.push([`Δ ${row.delta.against}`, `${signed(row.delta.mean, 2)} ${bounds(row.delta.interval)}`]);
   lines.push(["seeds", row.seeds.join(", ")], ["trained at", `${row.size} px, ${whole(row.tokens)} tokens`]);
   return { node, group, candidate: row.candidate, tell: () => lines };

@@ -6,15 +6,25 @@ function inside(row) {
     "div",
     { class: "inside" },
     el("dl", { class: "numbers" }, numbers.map(line)),
+    ofClasses(row),
     row.runs.map((run) => aRun(row, run)),
     timing ? el("div", { class: "run" }, el("h3", {}, "Speeds"), command(timing)) : null,
   );
+}
+// The metric of each class, best first.
+function ofClasses(row) {
+  const found = Object.entries(row.per_class).sort((a, b) => b[1] - a[1]);
+  if (!found.length) return null;
+  const lines = found.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, `${percent(value)} %`)));
+  const title = `${metric() === "mAP" ? "AP" : "IoU"} of each class`;
+  return el("details", {}, el("summary", {}, title), el("dl", { class: "numbers" }, lines));
 }
 function pairsOf(row) {
   const { delta, training } = row;
   const pairs = [
     ["Paper", row.paper],
-    ["Top-5", `${percent(row.top5, 2)} %`],
+    ["Top-5", known(row.top5) ? `${percent(row.top5, 2)} %` : ""],
+    ...Object.entries(row.metrics).map(([name, value]) => [name.replaceAll("_", " "), `${percent(value, 2)} %`]),
     ["Best epoch, mean", `${percent(row.best, 2)} %`],
     ["Standard error over seeds", known(row.error) ? three(row.error) : "one seed"],
   ];
@@ -29,7 +39,7 @@ function pairsOf(row) {
     pairs.push([`Drift ${dtype}`, said]);
   }
   pairs.push(["Training", seconds(training.seconds) + (training.shared > 1 ? ", device shared" : "")]);
-  pairs.push(["Training memory", bytes(training.peak_bytes)]);
+  pairs.push(["Training memory", known(training.peak_bytes) ? bytes(training.peak_bytes) : ""]);
   for (const speed of row.ladders.filter(({ time }) => time)) {
     const how = `${speed.what}${speed.many ? "" : ", one image"}`;
     pairs.push([`Exponent, ${D.chips[speed.chip]}, ${how}`, exponent(speed.time)]);
@@ -38,7 +48,7 @@ function pairsOf(row) {
 }
 function aRun(row, run) {
   const environment = D.environments[run.environment], config = { seed: run.seed, ...D.configs[run.config] };
-  const about = [`${percent(run.top1, 2)} %`, environment.hardware, run.when, seconds(run.seconds), ""];
+  const about = [`${percent(run.score, 2)} %`, environment.hardware, run.when, seconds(run.seconds), ""];
   const title = row.teacher ? "Teacher " : `Seed ${run.seed} `, link = el("a", { href: `#run-${run.key}` }, run.key);
   return el(
     "div",

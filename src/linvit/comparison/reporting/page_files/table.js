@@ -7,14 +7,17 @@ const COLUMNS = [
   { id: "patch", head: "Patch", of: (row) => row.patch || null, cell: (row) => row.patch || "own" },
   { id: "size", head: "Size\npx", of: (row) => row.size, write: whole },
   { id: "tokens", head: "Tokens", of: (row) => row.tokens, write: whole },
-  { id: "top1", head: "Top-1\n% ±", of: (row) => row.top1, cell: topCell, hint: "Mean over seeds, its 95 % interval" },
-  { id: "delta", head: deltaHead, of: (row) => GAINS.delta.of(row), cell: deltaCell, hint: "Paired by seed and image" },
+  { id: "score", head: scoreHead, of: (row) => row.score, cell: scoreCell, hint: "Mean over seeds, its 95 % interval" },
+  { id: "delta", head: deltaHead, of: (row) => GAINS.delta.of(row), cell: deltaCell, hint: deltaHint },
+  ...Object.entries(D.secondary).map(([id, name]) => {
+    return { id, head: `${name}\n%`, of: (row) => row.metrics[id], write: (x) => percent(x, 2) };
+  }),
   { id: "zero_shot", head: "Zero-shot\n%", of: (row) => row.conversion.zero_shot, write: percent, mode: "distil" },
   { id: "agreement", head: "Agrees\n%", of: (row) => row.conversion.agreement, write: percent, mode: "distil" },
   { id: "kl", head: "KL\nnats", of: (row) => row.conversion.kl, mode: "distil" },
   { id: "seeds", head: "Seeds", of: (row) => row.seeds.length, write: whole },
   { id: "parameters", head: "Params", of: (row) => row.parameters, write: (x) => short(x, true) },
-  { id: "macs", head: "MACs", of: (row) => row.macs, write: (x) => short(x, true) },
+  { id: "macs", head: macsHead, of: (row) => row.macs, write: (x) => short(x, true) },
   { id: "latency", head: "Latency\nms", timing: one, value: (t) => t.median, hint: "One image, median" },
   { id: "ips", head: "Images/s", timing: batch, value: (t) => t.images_per_second, write: whole, hint: "Throughput of a batch" },
   { id: "ratio", head: "× softmax", timing: batch, value: (t) => t.ratio, hint: "Throughput, side by side" },
@@ -28,11 +31,14 @@ for (const column of COLUMNS.filter(({ timing }) => timing)) {
   column.cell = (row) => timedCell(column.timing(row), column);
 }
 const PLACE = ["patch", "size", "tokens"];
-const sorting = { id: "top1", up: false }, open = new Set();
+const sorting = { id: "score", up: false }, open = new Set();
 let query = "";
 
-function topCell(row) {
-  return [percent(row.top1, 2), row.interval ? muted(` ±${percent((row.interval[1] - row.interval[0]) / 2, 2)}`) : null];
+function scoreHead() {
+  return `${byImage() ? capital(metric()) : metric()}\n% ±`;
+}
+function scoreCell(row) {
+  return [percent(row.score, 2), row.interval ? muted(` ±${percent((row.interval[1] - row.interval[0]) / 2, 2)}`) : null];
 }
 function trainCell(row) {
   const shared = row.training.shared > 1 ? muted(" *", "the device was shared") : null;
@@ -53,6 +59,13 @@ function timedCell(timing, { value, write = even }) {
 function deltaHead() {
   const teacher = rowsNow().some(({ delta }) => delta && delta.against !== "softmax");
   return `Δ ${teacher ? "teacher" : "softmax"}\npoints, 95 %`;
+}
+function deltaHint() {
+  return byImage() ? "Paired by seed and image" : "Paired by seed";
+}
+function macsHead() {
+  const part = rowsNow().find(({ counted }) => counted)?.counted;
+  return part ? `MACs\n${part}` : "MACs";
 }
 function deltaCell(row) {
   if (!row.delta) return muted(row.teacher ? "teacher" : row.candidate === "softmax" ? "baseline" : "–");
@@ -82,7 +95,7 @@ function columnsNow() {
   const wanted = (column) => (!column.mode || column.mode === mode) && told(column);
   const found = COLUMNS.filter((column) => wanted(column) && !(spared.includes(column.id) && same(column)));
   // Where there is little room, accuracy comes before the place it was measured at.
-  const rank = ({ id }) => (id === "name" ? 0 : ["top1", "delta"].includes(id) ? 1 : 2);
+  const rank = ({ id }) => (id === "name" ? 0 : ["score", "delta"].includes(id) ? 1 : 2);
   return narrow ? found.sort((a, b) => rank(a) - rank(b)) : found;
 }
 function sortedRows() {
@@ -109,11 +122,12 @@ function drawTable() {
 }
 function headCell(column) {
   const sorted = sorting.id === column.id ? (sorting.up ? "ascending" : "descending") : null;
-  const attributes = { type: "button", title: column.hint, "data-sort": column.id, onclick: () => sortBy(column) };
+  const said = (text) => (typeof text === "function" ? text() : text);
+  const attributes = { type: "button", title: said(column.hint), "data-sort": column.id, onclick: () => sortBy(column) };
   return el(
     "th",
     { scope: "col", class: column.id === "name" ? null : "r", "aria-sort": sorted },
-    el("button", attributes, typeof column.head === "string" ? column.head : column.head()),
+    el("button", attributes, said(column.head)),
   );
 }
 function aboutTable(rows, columns) {

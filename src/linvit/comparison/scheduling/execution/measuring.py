@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linvit.codec import to_plain
 from linvit.comparison.description.building import build_model
@@ -27,18 +27,18 @@ from linvit.comparison.results import (
     SpeedPoint,
     Structure,
 )
+from linvit.comparison.scheduling.execution.passes import Call, inference_pass, is_finite, training_pass
 from linvit.conversion import find_hosts
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError
 from linvit.measurement import clock
-from linvit.measurement.model_speed import inference_call, training_call
 from linvit.measurement.record import environment
 from linvit.measurement.speed import failure
+from linvit.models.dense import DenseModel
 
 BUDGETS = {"cpu": 0.4, "cuda": 0.15}  # seconds for each point and model
 SLOW, SLOW_BATCH = 5.0, 3.0  # a pass that is likely to take more seconds is left out
 TRAINING = 4.0  # times an inference, when a training step's time is guessed
-Call = Callable[[], Tensor]
 
 
 class Contender:
@@ -80,13 +80,11 @@ class Contender:
         generator = torch.Generator(point.device).manual_seed(0)
         images = torch.randn(point.batch, 3, point.size, point.size, generator=generator, device=point.device)
         if point.what == "inference":
-            call = inference_call(self.model, images, point.precision, compiled=point.compiled)
+            call = inference_pass(self.model, images, point.precision, compiled=point.compiled)
         else:
-            forward = torch.compile(self.model.float(), dynamic=False) if point.compiled else None
-            call = training_call(
-                self.model.float(), images, point.precision, forward=forward, recorded=point.cuda_graph
-            )
-        if not bool(call().isfinite().all()):
+            how = {"compiled": point.compiled, "recorded": point.cuda_graph}
+            call = training_pass(self.model, images, point.precision, **how)
+        if not is_finite(call()):
             raise LinvitError("the output is not finite")
         return call
 
@@ -209,7 +207,10 @@ def reason_of(error: Exception) -> str:
 
 
 def tokens_of(model: nn.Module, size: int) -> int | None:
-    """The patches an image of the size it was built for is cut into; None where a model begins in another way."""
+    """The patches an image of the size it was built for is cut into; None where a model begins in another way. Of a
+    detector or segmenter, the places of its trunk's finest map."""
+    if isinstance(model, DenseModel):
+        return (-(-size // model.backbone.layout.strides[0])) ** 2
     embed: Any = getattr(model, "patch_embed", None)
     if getattr(embed, "grid_size", None) is not None:
         return math.prod(embed.grid_size)

@@ -4,8 +4,6 @@ The result depends on the identity alone: not on the place, on what ran before i
 was killed in between. Only timings and memory differ.
 """
 
-import base64
-import copy
 import math
 import os
 import shutil
@@ -16,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linvit.comparison import results
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import Drift, Environment, ModelFacts, Run, Speed, SpeedIdentity
+from linvit.comparison.results import Environment, ModelFacts, Run, Speed, SpeedIdentity
+from linvit.comparison.scheduling.execution.judging import judge
 from linvit.comparison.scheduling.execution.measuring import measure_speed, tokens_of
 from linvit.comparison.scheduling.execution.sharing import Bench, Shared
 from linvit.comparison.scheduling.store import Store, head_of
@@ -30,19 +28,17 @@ from linvit.conversion import save
 from linvit.errors import LinvitError
 from linvit.measurement import count_macs, count_parameters
 from linvit.measurement.record import environment, package
-from linvit.measurement.speed import relative_rms
+from linvit.models.dense import DenseModel
 from linvit.tasks.checks import check_same
 from linvit.tasks.classify.fitting import ClassifierFitting, Sets
-from linvit.tasks.classify.metrics import Evaluation
-from linvit.training import BatchSource, Config, Output, Processes, make_processes
-from linvit.training.engine.phases import repeatable
+from linvit.tasks.dense.fitting import DenseFitting
+from linvit.tasks.fitting import Fitting
+from linvit.training import Config, Output, Processes, make_processes
 from linvit.training.logs import read_log
-from linvit.training.objectives.teacher import logits_of
 
 THREADS = 4  # at most, of a training on the CPU
 SMALL = 2e9  # MACs of a step below which it has one
 PACKAGES = ("torch", "torchvision", "timm", "safetensors", "numpy", "scipy", "scikit-learn", "triton")
-DRIFT_IMAGES = 512
 SHARED = Shared()
 Watch = Callable[[dict[str, Any]], None]
 
@@ -85,9 +81,10 @@ def train(task: Task, store: Store, device: str, shared: int, watch: Watch | Non
 def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: Processes, memory: "Memory") -> Run:
     sets = SHARED.data(task)
     work = store.work_folder(task.key)
-    fitting = ClassifierFitting(
+    kind: Any = ClassifierFitting if isinstance(sets, Sets) else DenseFitting
+    fitting: ClassifierFitting | DenseFitting = kind(
         bench.model,
-        Sets(*sets, held=SHARED.held),
+        sets,
         config,
         teacher=bench.guide,
         processes=processes,
@@ -96,49 +93,37 @@ def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: 
     )
     bench.phases = fitting.phases
     clear_foreign(work, fitting)
-    outcome = fitting.run(resume=True)
-    final = fitting.evaluate(bench.guide)
-    assert fitting.checks is not None and bench.facts is not None
-    with repeatable(config.deterministic):
-        drift = measure_drift(fitting.shown, fitting.checks)
+    try:
+        outcome = fitting.run(resume=True)
+        evaluations = list({record["step"]: record for record in read_log(work) if record["kind"] == "eval"}.values())
+        judged = judge(fitting, bench, evaluations)
+    finally:
+        fitting.close_sources()
     if task.kind == "teacher":
         save(fitting.shown, store.teacher_folder(task.key))
-    evaluations = list({record["step"]: record for record in read_log(work) if record["kind"] == "eval"}.values())
+    assert bench.facts is not None
     seconds, device = evaluations[-1]["seconds"], processes.device
     packages = {name: found for name in PACKAGES if (found := package(name)) is not None}
-    data, conversion = task.training.data, None
-    if final.teacher is not None:
-        taught, zero_shot = 100 * float((final.teacher == final.labels).mean()), evaluations[0]["top1"]
-        conversion = results.Conversion(zero_shot, taught, final.agreement, final.kl, bench.report, bench.layers)
+    data = task.training.data
     return Run(
         **head_of(task, task.kind),
         environment=Environment(**environment(device), packages=packages),
-        data=results.DataFacts(data.name, data.digest, len(sets[0]), len(final.labels)),
+        data=results.DataFacts(data.name, data.digest, len(sets.train), judged.images),
         model=bench.facts,
-        accuracy=accuracy(final, evaluations),
+        accuracy=judged.accuracy,
         training=results.Training(seconds, outcome.images_per_second, None, device.type, 1),
-        drift=drift,
-        conversion=conversion,
+        drift=judged.drift,
+        conversion=judged.conversion,
         seconds=0.0,
     )
 
 
 def facts(model: nn.Module, size: int) -> ModelFacts:
-    return ModelFacts(count_parameters(model), count_macs(model, (3, size, size)), tokens_of(model, size))
-
-
-def accuracy(final: Evaluation, evaluations: list[dict[str, Any]]) -> results.Accuracy:
-    """What the last weights get right, image by image too, and how it came about."""
-    names = ("epoch", "top1", "loss", "seconds")
-    return results.Accuracy(
-        epochs=tuple(results.EpochAccuracy(*(record[name] for name in names)) for record in evaluations),
-        top1=final.top1,
-        top5=final.top5,
-        best=max(record["top1"] for record in evaluations),
-        standard_error=final.standard_error,
-        loss=final.loss,
-        correct=base64.b64encode(np.packbits(final.correct).tobytes()).decode(),
-    )
+    """What is counted of a model. What a detector does with its proposals depends on the image: of such a one the
+    backbone's MACs are counted, which are all that a candidate changes."""
+    part = model.backbone if isinstance(model, DenseModel) and model.task == "detect" else model
+    counted = "backbone" if part is not model else None
+    return ModelFacts(count_parameters(model), count_macs(part, (3, size, size)), tokens_of(model, size), counted)
 
 
 class Memory:
@@ -165,7 +150,7 @@ class Memory:
         return max(self.windows) - sets if self.windows else None
 
 
-def clear_foreign(work: Path, fitting: ClassifierFitting) -> None:
+def clear_foreign(work: Path, fitting: Fitting) -> None:
     """Begin again where the work folder cannot be gone on with: another version's, or damaged."""
     checkpoints = fitting.engine.state.files
     if work.exists() and checkpoints is not None:
@@ -174,38 +159,6 @@ def clear_foreign(work: Path, fitting: ClassifierFitting) -> None:
             checkpoints.latest(lambda text: None)
         except LinvitError:
             shutil.rmtree(work)
-
-
-@torch.no_grad()
-def measure_drift(model: nn.Module, source: BatchSource) -> tuple[Drift, ...]:
-    """How far a trained model's answers move when all of it runs in half precision: for each kind the relative RMS of
-    the logits against float32, how often the same class is chosen (in percent), and whether all is finite. Weights and
-    images are rounded, no autocast helps."""
-    batches: list[Tensor] = []
-    for batch, _ in source.epoch(0):
-        batches.append(batch[: DRIFT_IMAGES - sum(map(len, batches))])
-        if sum(map(len, batches)) >= DRIFT_IMAGES:
-            break
-    truth = answers(model, batches, torch.float32)
-    return tuple(drift_of(model, batches, truth, name) for name in ("float16", "bfloat16"))
-
-
-def drift_of(model: nn.Module, batches: list[Tensor], truth: Tensor, name: str) -> Drift:
-    try:
-        found = answers(model, batches, getattr(torch, name))
-    except (RuntimeError, NotImplementedError) as error:  # an operation that this device has in float32 only
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Drift(name, None, None, None, reason)
-    if not bool(found.isfinite().all()):
-        return Drift(name, None, None, False)
-    agreement = 100 * float((found.argmax(-1) == truth.argmax(-1)).double().mean())
-    return Drift(name, relative_rms(found, truth), agreement, True)
-
-
-def answers(model: nn.Module, batches: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The logits of all batches, in float64."""
-    model = copy.deepcopy(model).to(dtype).eval()
-    return torch.cat([logits_of(model(batch.to(dtype))).double() for batch in batches])
 
 
 @contextmanager

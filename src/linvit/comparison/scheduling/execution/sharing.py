@@ -7,6 +7,7 @@ not depend on what was kept.
 
 import copy
 import gc
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,23 @@ from torch import Tensor, nn
 
 from linvit.codec import digest
 from linvit.comparison.description.building import build_model, patch_of, resize, student_of
-from linvit.comparison.description.task import Task, describe_data, describe_teacher
+from linvit.comparison.description.dense import describe, load_trunk, open_dense_sets
+from linvit.comparison.description.task import Task, describe_teacher
 from linvit.comparison.results import ModelFacts, TrainedTeacher
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
 from linvit.tasks.classify.augmenting import normalise
-from linvit.tasks.classify.data import Images, Stream, open_data
+from linvit.tasks.classify.data import Stream, open_data
+from linvit.tasks.classify.fitting import Sets
 from linvit.tasks.classify.preprocessing import Preprocessing
 from linvit.tasks.classify.resident import Held
+from linvit.tasks.dense.fitting import DenseSets
 from linvit.training import Config, Phase
 from linvit.training.objectives.teacher import open_teacher
 
 HELD = 6  # decoded sets that stay, the latest ones
 CALIBRATION, BATCH = 256, 64  # images to measure layers on, and how many at once
+WORKERS = min(8, (os.cpu_count() or 1) // 2)  # that read images for detectors and segmenters on a GPU
 
 
 @dataclass
@@ -41,6 +46,7 @@ class Bench:
     phases: list[Phase] | None = None
     report: str | None = None
     layers: tuple[int, ...] | None = None  # the quadratic ones, where they were measured
+    taught: float | None = None  # the teacher's score, where it was measured
     facts: ModelFacts | None = None
 
 
@@ -49,18 +55,32 @@ class Shared:
 
     def __init__(self) -> None:
         self.held: Held = {}
-        self.sets: dict[tuple[str, str, str | None], tuple[Any, Any]] = {}
+        self.sets: dict[tuple[str, str, str | None], Sets | DenseSets] = {}
         self.teachers: dict[tuple[str, str], nn.Module] = {}
+        self.trunks: dict[tuple[str, str], nn.Module] = {}
         self.bench: Bench | None = None
 
-    def data(self, task: Task) -> tuple[Images | Stream, Images | Stream]:
+    def data(self, task: Task) -> Sets | DenseSets:
         """The task's training and validation set, from where this machine has it, if it is the same set."""
-        name, root = task.places["data"], task.places.get("root", "")
+        name, root, head = task.places["data"], task.places.get("root", ""), task.identity.head
         wanted = task.training.data.digest
         if (name, root, wanted) not in self.sets:
-            check_digest(name, "set", describe_data(name, root).digest, wanted)
-            self.sets[name, root, wanted] = open_data(name, root=root or None)
+            check_digest(name, "set", describe(name, root, head).digest, wanted)
+            self.sets[name, root, wanted] = (
+                open_dense_sets(name, root, head, WORKERS if torch.cuda.is_available() else 0)
+                if head
+                else Sets(*open_data(name, root=root or None), held=self.held)
+            )
         return self.sets[name, root, wanted]
+
+    def trunk(self, task: Task) -> nn.Module | None:
+        """The classifier whose weights a detector's or segmenter's trunk starts from, where there is one."""
+        wanted, folder = task.identity.architecture.get("trunk"), task.places.get("backbone", "")
+        if not task.identity.head or wanted is None:
+            return None
+        if (folder, wanted) not in self.trunks:
+            self.trunks = {(folder, wanted): load_trunk(folder, wanted)}
+        return self.trunks[folder, wanted]
 
     def teacher(self, task: Task, store: Store, device: torch.device) -> nn.Module:
         """The softmax model that a task's candidate is made from and learns from."""
@@ -92,7 +112,7 @@ class Shared:
         if identity.mode == "scratch":
             if identity.candidate.measured:
                 raise LinvitError("layers=measured asks a trained model: use mode distil, or where=first in its place")
-            return self.take(key, build_model(identity, seed=identity.seed))
+            return self.take(key, build_model(identity, seed=identity.seed, trunk=self.trunk(task)))
         teacher = self.teacher(task, store, device)
         aligned = any(stage.objective != "supervised" for stage in config.plan_of_stages())
         patch = patch_of(teacher)
@@ -102,7 +122,9 @@ class Shared:
         known = self.bench.layers if self.bench is not None else None
         images = None
         if identity.candidate.measured and known is None:
-            images = calibration(self.data(task)[0], Preprocessing.of(teacher, identity.size, config.test_crop))
+            if identity.head:
+                raise LinvitError("layers=measured asks a classifier: name the layers to keep, or where=first")
+            images = calibration(self.data(task).train, Preprocessing.of(teacher, identity.size, config.test_crop))
         student, report = student_of(teacher, identity, seed=identity.seed, calibrate=images, keep=known)
         new = self.bench is None
         bench = self.take(key, student)
@@ -132,6 +154,7 @@ class Shared:
         """Keep nothing on a device."""
         self.held.clear()
         self.teachers.clear()
+        self.trunks.clear()
         self.forget()
 
 
@@ -155,7 +178,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     target.train()  # models that remember something of an evaluation forget it here
 
 
-def calibration(images: Images | Stream, preprocessing: Preprocessing) -> list[Tensor]:
+def calibration(images: Any, preprocessing: Preprocessing) -> list[Tensor]:
     """Images of the training set to measure layers on: always the same, taken evenly from all of it."""
     if isinstance(images, Stream):
         raise LinvitError(f"{images.name} can only be read in order: name the layers to keep")

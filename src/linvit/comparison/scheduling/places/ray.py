@@ -20,7 +20,14 @@ from typing import IO, Any, cast
 from linvit.comparison.description.task import Task
 from linvit.comparison.scheduling.places import ray_worker
 from linvit.comparison.scheduling.places.place import Execute, Hear, Place, Record, TimingSlot
-from linvit.comparison.scheduling.places.ray_worker import Errand, absolute, own_source, read_files, write_files
+from linvit.comparison.scheduling.places.ray_worker import (
+    Errand,
+    absolute,
+    given_folders,
+    own_source,
+    read_files,
+    write_files,
+)
 from linvit.comparison.scheduling.store import Store, devices_of
 from linvit.errors import LinvitError
 from linvit.measurement.record import PACKAGE
@@ -150,13 +157,12 @@ class RayCluster(Place):
         self.flying[worker.work.remote(errand, name, *self.luggage(errand.task))] = task, name, worker
 
     def luggage(self, task: Task) -> Iterator[Any]:
-        """What a worker gets along with a task: what was begun, and the teachers, for those that cannot reach them."""
+        """What a worker gets along with a task: what was begun, and the models that it needs, for those that cannot
+        reach them."""
         shared_disk = all(node.reaches_store for node in self.known.values())
         yield None if shared_disk else read_files(self.store.work_folder(task.key))
         folders = {key: self.store.teacher_folder(key) for key in task.needs}
-        given = task.places.get("teacher")
-        if given and Path(given).is_dir():
-            folders[given] = Path(given)
+        folders |= {place: Path(place) for place in given_folders(task.places).values()}
         for key, folder in folders.items():
             if key not in self.teachers:
                 self.teachers[key] = self.ray.put((key, read_files(folder)))

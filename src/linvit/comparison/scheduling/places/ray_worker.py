@@ -29,6 +29,7 @@ from linvit.version import __version__
 QUIET = 0.5  # seconds between two records of training that are worth sending
 EVERY = 2.0  # seconds between two looks for new checkpoints
 WEIGHTS = ".safetensors"
+GIVEN = ("teacher", "backbone")  # of a task's places: models from elsewhere
 Files = dict[str, bytes]  # a folder's content by relative name
 
 
@@ -46,13 +47,17 @@ class Errand:
 
 def absolute(places: dict[str, str]) -> dict[str, str]:
     """Places on this machine from the root of the file system on; names of sets and models stay as they are."""
-    data, root, teacher = (places.get(name, "") for name in ("data", "root", "teacher"))
+    data, root = (places.get(name, "") for name in ("data", "root"))
     found = {"root": Path(root)} if root else {}
     if data not in ("", "digits") and Path(root, data).exists():
         found["data"] = Path(root, data)
-    if teacher and Path(teacher).is_dir():
-        found["teacher"] = Path(teacher)
+    found |= {name: Path(place) for name, place in given_folders(places).items()}
     return {**places, **{name: str(path.resolve()) for name, path in found.items()}}
+
+
+def given_folders(places: dict[str, str]) -> dict[str, str]:
+    """The models from elsewhere that a task needs, those that are folders: they travel with it."""
+    return {name: place for name in GIVEN if (place := places.get(name, "")) and Path(place).is_dir()}
 
 
 @cache
@@ -137,15 +142,17 @@ class RayWorker:
         return ended
 
     def unpack(self, task: Task, store: Store, teachers: dict[str, Files], away: bool) -> Task:
-        """Lay out the teachers that came along, where this node lacks them; the task, pointing to them."""
+        """Lay out the models that came along, where this node lacks them; the task, pointing to them."""
         for key in task.needs if away else ():
             write_files(store.teacher_folder(key), teachers[key])
-        given = task.places.get("teacher", "")
-        if given not in teachers or Path(given).is_dir():
-            return task
-        folder = self.scratch / "given" / Path(given).name
-        write_files(folder, teachers[given])
-        return replace(task, places={**task.places, "teacher": str(folder)})
+        places = dict(task.places)
+        for name in GIVEN:
+            given = places.get(name, "")
+            if given in teachers and not Path(given).is_dir():
+                folder = self.scratch / "given" / name / Path(given).name
+                write_files(folder, teachers[given])
+                places[name] = str(folder)
+        return replace(task, places=places)
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
