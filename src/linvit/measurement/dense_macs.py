@@ -84,7 +84,7 @@ def as_busy_as_can_be(model: DenseModel, size: tuple[int, int]) -> DenseModel:
         elif isinstance(module, RegionProposalNetwork):
             module.register_forward_hook(lambda network, args, out: ([drawn_boxes(network, size)], out[1]))
         elif isinstance(module, RoIHeads):
-            module.score_thresh = -1.0
+            module.score_thresh, module.nms_thresh = -1.0, 1.0
     return twin
 
 

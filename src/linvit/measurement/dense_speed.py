@@ -141,7 +141,7 @@ def prepare(
     quick = [call for part in ("backbone", "neck") for call in parts.get(part, [])]
     if compiled:
         training_maps = maps_in_training(model, images, autocast) if training else []
-        plain = answers(quick, autocast)
+        plain = [found.double() for found in answers(quick, autocast)]
         for module, _, _ in quick:
             module.compile(dynamic=False)
         parts.pop("attention", None)
@@ -171,7 +171,7 @@ def prepare(
 
 def calls_of_parts(model: DenseModel, images: Tensor, autocast: Callable[[], Any]) -> dict[str, list[Call]]:
     """The modules of each part with what they are called with in the whole model."""
-    parts = model.parts() | {"attention": [host for _, host in find_hosts(model)]}
+    parts = model.parts() | {"attention": [host for _, host in find_hosts(model.backbone)]}
     found: dict[str, list[Call]] = {part: [] for part in PARTS if parts.get(part)}
 
     def note(part: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def maps_in_training(model: DenseModel, images: Tensor, autocast: Callable[[], A
     if not steady(model.backbone):
         return []
     with autocast():
-        found = [picture.detach() for picture in model.backbone.train()(images)]
+        found = [picture.detach().double() for picture in model.backbone.train()(images)]
     model.eval()
     return found
 

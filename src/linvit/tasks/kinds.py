@@ -52,7 +52,7 @@ class Kind:
         """The model to train, with an output for each class of the set."""
         raise NotImplementedError
 
-    def check_original(self, original: Any, model: str, sets: Any, plan: Plan, pretrained: bool, note: Note) -> None:
+    def check_original(self, original: Any, model: Model, sets: Any, plan: Plan, pretrained: bool, note: Note) -> None:
         """Whether a model that is going to be converted has something to teach."""
 
     def fit(self, model: nn.Module, sets: Any, config: Config, **how: Any) -> Fitting:

@@ -13,7 +13,7 @@ from torch import nn
 from linvit.conversion import Plan, Report, convert, open_model, open_original, parse_plan
 from linvit.errors import LinvitError
 from linvit.tasks.classify.resident import Progress, quiet
-from linvit.tasks.kinds import Model, Note, Reading, described, is_name, kind_of, name_of, tell
+from linvit.tasks.kinds import Model, Note, Reading, described, kind_of, name_of, tell
 from linvit.training import Config, Outcome, Output, make_processes, override
 from linvit.training import recipe as named_recipe
 from linvit.training.checkpoints import Watch
@@ -89,8 +89,8 @@ def train(
     guide = None
     if config.needs_teacher:
         guide = find_teacher(teacher or config.teacher, built, model, chosen, note)
-        if teacher is None and config.teacher is None and is_name(model) and chosen is not None:
-            kind.check_original(built, str(model), sets, chosen, pretrained, note)
+        if teacher is None and config.teacher is None and chosen is not None:
+            kind.check_original(built, model, sets, chosen, pretrained, note)
     if resume and folder is not None and not (folder / "checkpoints").exists():
         note(f"there is nothing to resume in {folder}: begun anew")
     report = convert(built, chosen, drop=drop) if chosen is not None else None

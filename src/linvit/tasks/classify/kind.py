@@ -41,8 +41,10 @@ class Classify(Kind):
             args.setdefault("num_classes", sets.train.class_count)
         return start_model(model, config.seed, pretrained=pretrained, args=args)
 
-    def check_original(self, original: Any, model: str, sets: Sets, plan: Plan, pretrained: bool, note: Note) -> None:
+    def check_original(self, original: Any, model: Model, sets: Sets, plan: Plan, pretrained: bool, note: Note) -> None:
         """Whether an original has answers to learn from: for another number of classes its classifier is new."""
+        if not is_name(model):
+            return
         if not pretrained:
             note("the teacher, the original, has random weights: train it first, or give --teacher")
             return

@@ -15,7 +15,7 @@ from linvit.tasks.dense.fitting import DenseFitting, DenseSets, DenseTask, Metri
 from linvit.tasks.dense.loading import DenseSource
 from linvit.tasks.dense.readers import open_dense, open_dense_split
 from linvit.tasks.dense.samples import Samples, match_categories
-from linvit.tasks.kinds import Kind, Model, Note, Reading, head_of, is_name, start_model
+from linvit.tasks.kinds import Kind, Model, Note, Reading, described, head_of, is_name, start_model
 from linvit.training import Config, Processes
 
 OF_THE_HEAD = ("num_classes", "global_pool", "features_only", "out_indices")  # arguments that a trunk has no use for
@@ -31,6 +31,7 @@ class Dense(Kind):
         self.masks = HEADS[head].masks
 
     def open_sets(self, data: Any, reading: Reading) -> DenseSets:
+        check_loader(reading)
         opened = (
             open_dense(data, self.task, masks=self.masks, root=reading.root) if isinstance(data, str | Path) else data
         )
@@ -57,18 +58,21 @@ class Dense(Kind):
         found.backbone.load_trunk(trunk)
         return found
 
-    def check_original(self, original: Any, model: str, sets: Any, plan: Plan, pretrained: bool, note: Note) -> None:
+    def check_original(self, original: Any, model: Model, sets: Any, plan: Plan, pretrained: bool, note: Note) -> None:
         """A head that was made just now has nothing to teach."""
-        first = f"linvit train {model} --head {self.head} --data … --recipe finetune -o runs/original"
+        if head_of(model) and not is_name(model):
+            return
+        first = f"linvit train {described(model)} --head {self.head} --data … --recipe finetune -o runs/original"
         then = f"linvit train runs/original/best --data … --plan {plan.name} -o runs/{plan.name}"
         raise LinvitError(
-            f"the head on {model} has learnt nothing yet: train it first ({first}) and convert that ({then})"
+            f"the head on {described(model)} has learnt nothing yet: train it first ({first}) and convert that ({then})"
         )
 
     def fit(self, model: Any, sets: DenseSets, config: Config, **how: Any) -> DenseFitting:
         return DenseFitting(model, sets, config, **how)
 
     def open_split(self, model: Model, data: Any, split: str, reading: Reading, note: Note) -> Samples:
+        check_loader(reading)
         if not isinstance(data, str | Path):
             return data
         return open_dense_split(data, self.task, split or "validation", masks=self.masks, root=reading.root)
@@ -100,3 +104,8 @@ class Dense(Kind):
                 return DenseTask(self.task, images, source, processes).evaluate(model.eval())
         finally:
             source.close()
+
+
+def check_loader(reading: Reading) -> None:
+    if reading.loader == "resident":
+        raise LinvitError("annotated images are read as they are needed: leave --loader resident out")
