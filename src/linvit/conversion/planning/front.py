@@ -7,7 +7,7 @@ timed by turns with its original, and its outputs are compared on the images.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -174,13 +174,14 @@ def study(
     loader: Iterable[Any] | None = None,
     images: int = 64,
     drop: Iterable[str] = (),
+    stay: Collection[int] = (),
     points: int = 8,
     advance: Callable[[str], None] = lambda what: None,
 ) -> Study:
     """Measure every layer with every candidate, and whole plans along the front. The model is not changed.
 
-    `loader` yields unlabelled images, for the distances; `points` is the number of plans that are checked as whole
-    models; `advance` hears what is done after each measurement.
+    `loader` yields unlabelled images, for the distances. The layers of `stay` are not to be converted. `points` is the
+    number of plans that are checked as whole models. `advance` hears what is done after each measurement.
     """
     dropped = names_to_drop(drop)
     costs = layer_costs(model, setting.size)
@@ -198,7 +199,9 @@ def study(
         for cost in costs:
             time = times.get(cost.name)
             own[cost.index] += [] if time is None else [time.original]
-            if time is None or time.converted is None:
+            if cost.index in stay:
+                option = LayerOption(text, refused="to stay as it is")
+            elif time is None or time.converted is None:
                 reason = candidate.refused.get(cost.name, "a picture does not pass it")
                 option = LayerOption(text, refused=reason)
             else:
