@@ -26,6 +26,11 @@ class NotHonoured(LinvitError):
         return f"{self.reason}; drop={self.features} gives {'it' if len(self.features) == 1 else 'them'} up"
 
 
+def reason(error: BaseException) -> str:
+    """What an error of another library says, in its first line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> LinvitError:
     """The error for a name nobody registered, with the nearest ones that exist."""
     known = sorted(known)

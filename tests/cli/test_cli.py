@@ -120,6 +120,16 @@ def test_wrong_verb_and_option(linvit: Callable[..., Outcome]) -> None:
     assert outcome.code == 2 and "--json" in outcome.err
 
 
+def test_an_empty_output_is_a_mistake(linvit: Callable[..., Outcome]) -> None:
+    """Of every verb that writes: a shell variable that is not set must not write into the folder one is in."""
+    writing = [(name, c) for name, c in commands() if any("--output" in p.opts for p in c.params)]
+    assert len(writing) > 5
+    for name, command in writing:
+        needed = ["x" for p in command.params if p.required and p.param_type_name == "argument"]
+        outcome = linvit(*name.split(), *needed, "-o", "")
+        assert outcome.code == 2 and "an empty path names no place" in outcome.err, name
+
+
 def test_python_m_linvit() -> None:
     from linvit import __version__
 

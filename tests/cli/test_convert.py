@@ -129,7 +129,10 @@ def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
         ((DEIT, "--plan", "mixa", "--keep", "4", "-o", "x"), "cannot keep 4 layers: the model has 3"),
         ((DEIT, "--plan", "mixa", "--keep", "4", "--layers", "1", "-o", "x"), "give one of the two"),
         ((DEIT, "--plan", "mixa", "--layers", "1;2", "-o", "x"), "whole numbers with commas"),
-        ((DEIT, "--plan", "mixa", "--keep", "1", "--where", "middle", "-o", "x"), "unknown place for layers"),
+        (
+            (DEIT, "--plan", "mixa", "--keep", "1", "--where", "middle", "-o", "x"),
+            "unknown where of plan mixa 'middle'",
+        ),
         ((DEIT, "--plan", "mixa", "--where", "last", "-o", "x"), "--where places the layers that --keep counts"),
         ((DEIT, "--plan", "mixa", "--where", "first", "--layers", "1", "-o", "x"), "give --keep too"),
         ((DEIT, "--plan", "mixa", "--keep", "1", "--option", "keep=2", "-o", "x"), "layers to keep are given twice"),
@@ -237,7 +240,10 @@ def test_calibration_names_a_file_that_breaks_off(linvit: Run, tmp_path: Path) -
         (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--where", "last"), "and keep=<a number>"),
         (("--plan", "mixa", "--calibrate", ".", "--option", "keep=[1]"), "and keep=<a number>"),
         (("--plan", "mixa", "--calibrate", ".", "--layers", "1"), "and keep=<a number>"),
-        (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--option", "lokal=3"), "unexpected keyword argument"),
+        (
+            ("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--option", "lokal=3"),
+            "option of plan mixa 'lokal'",
+        ),
         (("--plan", "mixa", "--calibrate", "nowhere"), "nowhere is no folder of images"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.errors import LinvitError, NotHonoured, unknown
+from linvit.files import place
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,22 @@ Root = Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named se
 Loader = Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")]
 Workers = Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
-Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, as .png, .svg or .pdf.")]
+
+
+def path(text: str) -> Path:
+    """Where to write, as it is typed."""
+    try:
+        return place(text)
+    except LinvitError as mistake:
+        raise typer.BadParameter(str(mistake)) from None
+
+
+def output(metavar: str, help: str) -> Any:
+    """The option -o, for Annotated."""
+    return typer.Option("--output", "-o", metavar=metavar, parser=path, help=help)
+
+
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", parser=path, help="Draw it, as .png, .svg or .pdf.")]
 
 
 def plan_options(option: list[str] | None, keep: int | None, where: str = "", layers: str = "") -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def convert(
     model: Annotated[str, typer.Argument(help="A timm model, or a folder that linvit saved.")] = "",
     plan: arguments.PlanText = "",
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where to save it.")] = None,
+    output: Annotated[Path | None, arguments.output("DIR", "Where to save it.")] = None,
     keep: arguments.Keep = None,
     where: Annotated[str, typer.Option(help="Where --keep counts: first (unless told), last or alternating.")] = "",
     calibrate: Annotated[

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from linvit.conversion.host import Host
 from linvit.conversion.report import Conversion, Source
 from linvit.conversion.saving import PICKLES, load
-from linvit.errors import LinvitError, unknown_model
+from linvit.errors import LinvitError, reason, unknown_model
 
 
 def open_model(
@@ -66,9 +66,9 @@ def create_model(name: str, pretrained: bool, args: dict[str, Any], what: str, i
         raise
     except Exception as error:  # whatever the hub, the network or the model's constructor makes of it
         if not pretrained:
-            raise LinvitError(f"{name} cannot be built with {args}: {error}") from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
-        raise LinvitError(f"cannot get the pretrained weights of {name} ({reason}); give {instead}") from error
+            raise LinvitError(f"{name} cannot be built with {args}: {reason(error)}") from error
+        why = reason(error).split(". ")[0]
+        raise LinvitError(f"cannot get the pretrained weights of {name} ({why}); give {instead}") from error
 
 
 def open_original(converted: nn.Module, name: str) -> nn.Module:
