@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -128,6 +129,48 @@ def test_an_empty_output_is_a_mistake(linvit: Callable[..., Outcome]) -> None:
         needed = ["x" for p in command.params if p.required and p.param_type_name == "argument"]
         outcome = linvit(*name.split(), *needed, "-o", "")
         assert outcome.code == 2 and "an empty path names no place" in outcome.err, name
+
+
+QUICK = """
+import sys
+from linvit_command import main
+sys.argv[0] = "linvit"
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print("\\nheavy:", *sorted({"torch", "timm", "linvit"} & sys.modules.keys()))
+"""
+
+
+def quickly(*args: str, **environment: str) -> tuple[str, str]:
+    """What the installed command prints, and what of torch, timm and linvit it imported for it."""
+    command = [sys.executable, "-c", QUICK, *args]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **environment})
+    printed, _, heavy = done.stdout.rpartition("\nheavy:")
+    return printed, heavy.strip()
+
+
+def test_help_version_and_verbs_import_nothing_heavy(linvit: Callable[..., Outcome]) -> None:
+    """`import linvit` takes seconds. The help is the one that the verbs themselves give."""
+    from linvit import __version__
+
+    assert quickly("--version") == (f"linvit {__version__}\n", "")
+    shown, heavy = quickly("--help")
+    assert shown.splitlines()[1:] == linvit("--help").out.splitlines()[1:] and not heavy
+    assert "..." not in shown.partition("Commands:")[2]
+    words = {"COMP_WORDS": "linvit co", "COMP_CWORD": "1", "_LINVIT_COMPLETE": "complete_bash"}
+    assert quickly(**words) == ("convert\ncompare\n", "")
+
+
+def test_the_shell_completes_options_of_a_verb() -> None:
+    words = {"COMP_WORDS": "linvit convert --pl", "COMP_CWORD": "2", "_LINVIT_COMPLETE": "complete_bash"}
+    assert quickly(**words)[0] == "--plan\n--plot\n"
+
+
+def test_the_installed_command_runs_a_verb() -> None:
+    shown, heavy = quickly("list", "plans", "--json")
+    assert "mixa" in shown and heavy == "linvit timm torch"
 
 
 def test_python_m_linvit() -> None:

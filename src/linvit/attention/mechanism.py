@@ -144,8 +144,8 @@ class Call:
         return torch.where(mask, per_key, torch.full((), fill, dtype=per_key.dtype, device=per_key.device))
 
     def with_some_key(self) -> "tuple[Call, Tensor | None]":
-        """The call with all keys where a mask leaves an image none, and `(batch, 1, 1, 1)`, which images these are: their
-        output is zero, as in PyTorch's attention, and nothing divides by zero keys."""
+        """The call with all keys where a mask leaves an image none, and which images these are, `(batch, 1, 1, 1)`:
+        their output is zero, as in PyTorch's attention, and nothing divides by zero keys."""
         if self.mask is None:
             return self, None
         nothing = ~self.mask.any(-1, keepdim=True)
