@@ -19,7 +19,7 @@ PlanText = Annotated[str, typer.Option(metavar="PLAN", help="A plan or mechanism
 PlanTexts = Annotated[str, typer.Option(metavar="PLANS", help="Plans or mechanisms, such as stella,mixa:keep=6.")]
 PlanOptions = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the plan.")]
 Keep = Annotated[int | None, typer.Option("--keep", min=0, help="So many layers stay quadratic (mixa) or as they are.")]
-Drop = Annotated[str, typer.Option("--drop", help="What the conversion gives up, with commas, such as relative_bias.")]
+Drop = Annotated[str, typer.Option("--drop", help="What to give up beyond what the plan does, such as relative_bias.")]
 
 # Models and images.
 Size = Annotated[str, typer.Option(metavar="PIXELS", help="Image size, such as 384x512; the model's own unless told.")]

@@ -39,8 +39,9 @@ def convert(
 ) -> None:
     """Swap the attention of a model by a plan, keep every weight, and say what changed.
 
-    What the plan's mechanisms cannot honour is an error until --drop names it. With --calibrate the layers that mixa
-    keeps are measured, and --plot draws that. `linvit list plans` shows the plans.
+    What a mechanism cannot honour, a relative bias say, is an error unless --drop names it or the plan gives it up: the
+    papers' plans go without what their papers do, `linvit list plans` shows what, and the output says so. With
+    --calibrate the layers that mixa keeps are measured, and --plot draws that.
 
     \b
     Example: linvit convert deit_small_patch16_224 --plan mixa --keep 6 -o deit_s_mixa
@@ -99,8 +100,8 @@ def print_report(report: "Report", folder: Path) -> None:
         print_sensitivity(report.sensitivity)
     out.print(table(rows, layer=-5, name=20, before=10, after=16, note=10))
     out.print(str(report).splitlines()[0])
-    if report.removed:
-        out.print(report.losses)
+    for line in report.losses:
+        out.print(line)
     out.print(f"Saved to {folder}: linvit.load('{folder}') reads it.", style="italic")
 
 

@@ -72,7 +72,7 @@ def plans() -> Rows:
         options = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         paragraph = " ".join((inspect.getdoc(plan) or "").split("\n\n")[0].split())
         summary = paragraph.split(". ")[0].rstrip(".") + "."  # the first sentence of its docstring
-        rows.append({"name": name, "summary": summary, "options": options})
+        rows.append({"name": name, "summary": summary, "options": options, "gives_up": list(plan().drop)})
     return rows
 
 
@@ -110,7 +110,15 @@ def print_models(rows: Rows) -> None:
 
 def print_plans(rows: Rows) -> None:
     options = (", ".join(f"{option}={default}" for option, default in row["options"].items()) for row in rows)
-    cells = ((f"[bold]{row['name']}[/bold]", row["summary"], text) for row, text in zip(rows, options, strict=True))
+    cells = (
+        (f"[bold]{row['name']}[/bold]", row["summary"], text, "\n".join(row["gives_up"]))
+        for row, text in zip(rows, options, strict=True)
+    )
     out = console()
-    out.print(table(cells, plan=10, summary=40, options=20))
-    out.print("Every mechanism's name is a plan as well: that mechanism in every layer.", style="italic")
+    out.print(table(cells, **{"plan": 10, "summary": 36, "options": 18, "gives up": 18}))
+    out.print(
+        "“gives up”: what of a model the plan goes without where its mechanisms cannot honour it; anything else is an "
+        "error until --drop names it. Every mechanism's name is a plan as well, which gives up nothing by itself: that "
+        "mechanism in every layer.",
+        style="italic",
+    )

@@ -65,8 +65,9 @@ def convert(
     """Give the model's attention layers the mechanisms of a plan.
 
     `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. What a
-    mechanism cannot honour (a relative bias, say) is an error unless `drop` names it or the plan may give it up; what
-    `drop` names is dropped in every layer that the plan converts. `size` is the image size that learned positions are
+    mechanism cannot honour (a relative bias, say) is an error unless `drop` names it or the plan's own `drop` does, as
+    the papers' plans do for what their papers go without; the report says which. What the argument `drop` names is
+    dropped in every layer that the plan converts. `size` is the image size that learned positions are
     laid out for; the model's own by default. `calibrate`, batches of images, measures which layers `mixa` keeps
     quadratic, and calls `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at
     zero, as suits pretrained weights; a model to be trained from scratch wants them as their papers do. Nothing is
@@ -99,6 +100,7 @@ def convert(
         tuple(sorted(tensors - model.state_dict().keys())),
         sum(p.numel() for n, p in before.items() if n not in after),
         measured,
+        named,
     )
 
 

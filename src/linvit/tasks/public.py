@@ -95,6 +95,8 @@ def train(
     if resume and folder is not None and not (folder / "checkpoints").exists():
         note(f"there is nothing to resume in {folder}: begun anew")
     report = convert(built, chosen, drop=drop) if chosen is not None else None
+    for line in report.losses if report is not None else ():
+        note(line)
     words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in (options or {}).items()}
     option = [f"{name}={value}" for name, value in words.items()] or None
     identity = {"model": described(model), "args": args, "plan": described(plan), "option": option}
