@@ -73,13 +73,16 @@ def convert(
     zero, as suits pretrained weights; a model to be trained from scratch wants them as their papers do. Nothing is
     touched before everything fits.
     """
+    if not isinstance(model, nn.Module):
+        hint = f": build it with timm.create_model('{model}', pretrained=True)" if isinstance(model, str) else ""
+        raise LinvitError(f"convert takes a model, not {model!r}{hint}")
     named = names_to_drop(drop)
     plan, measured = as_plan(plan, **options), None
     if calibrate is not None:
         plan, measured = place_by_sensitivity(model, plan, calibrate, named, advance)
     hosts = find_hosts(model)
     if not hosts:
-        raise LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
+        raise no_hosts(model)
     pair = None if size is None else to_2tuple(size)
     steps, kept = find_steps(model, plan, named, size=pair, impl=impl, quiet=quiet)
     refuse_idle(model, plan, named, steps)
@@ -101,6 +104,18 @@ def convert(
         sum(p.numel() for n, p in before.items() if n not in after),
         measured,
         named,
+    )
+
+
+def no_hosts(model: nn.Module) -> LinvitError:
+    """The error for a model without attention that linvit knows; what attention it has is named."""
+    kinds = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
+    if not kinds:
+        return LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
+    library = type(model).__module__.split(".")[0]
+    return LinvitError(
+        f"{library}'s {type(model).__name__} has attention that linvit does not know ({', '.join(kinds[:3])}): take "
+        "the model from timm or Hugging Face, such as timm.create_model('vit_base_patch16_224', pretrained=True)"
     )
 
 
