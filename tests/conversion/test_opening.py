@@ -77,8 +77,8 @@ def test_an_unreachable_hub_is_one_line_at_once(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(LinvitError) as error:
         open_model(NAME)
     assert str(error.value) == (
-        f"cannot get the pretrained weights of {NAME} (the Hugging Face hub cannot be reached and its cache does not hold "
-        "them); give --no-pretrained"
+        f"cannot get the pretrained weights of {NAME} (the Hugging Face hub cannot be reached and its cache does not "
+        "hold them); give --no-pretrained"
     )
     assert len(asked) == 1 and asked[0][1] <= 5 and time.monotonic() - begun < 5
     assert constants.HF_HUB_OFFLINE is False
