@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 VERBS = {  # in the order of the help; `linvit.cli` has what they do
-    "list": "What there is to choose from: mechanisms, models, plans.",
+    "list": "What there is to choose from, and what recipes say.",
     "tables": "The papers' parameters and MACs beside ours.",
     "theory": "The papers' theorems, measured.",
     "convert": "Swap the attention of a model, keep the weights.",

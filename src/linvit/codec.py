@@ -138,6 +138,8 @@ def read_text(text: str, kind: Any) -> Any:
             return None
         return read_text(text, next(option for option in inner if option is not type(None)))
     if origin is tuple:
+        if text.lower() == "none" and inner[-1] is Ellipsis:
+            return ()
         pieces = [piece.strip() for piece in text.strip("()[]").split(",") if piece.strip()]
         if inner[-1] is not Ellipsis and len(pieces) != len(inner):
             raise ValueError

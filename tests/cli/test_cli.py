@@ -15,7 +15,7 @@ from tests.cli.conftest import Outcome
 
 # The command line is small and frozen: a change here is a change of the interface, made on purpose.
 VERBS = {
-    "list": {"what", "--json"},
+    "list": {"what", "recipe", "--task", "--json"},
     "tables": {"name", "--check", "--json"},
     "theory": {"--samples", "--seed", "--plot", "--json"},
     "convert": {

@@ -44,7 +44,7 @@ def test_bad_data(linvit: Linvit, tmp_path: Path, data: Callable[[Path], Path], 
     [
         (["--recipe=mixo"], "unknown recipe 'mixo'; did you mean mixa"),
         (["--plan=mixo"], "unknown plan 'mixo'; did you mean mixa"),
-        (["--recipe=fast"], "give --teacher, or --plan to learn from the original"),
+        (["--recipe=fast"], "give --teacher, --plan to learn from the original"),
         (["--set=lr=fast"], "lr=fast: a number expected"),
         (["--loader=disk"], "unknown loader 'disk'"),
         (["--set=random_sizes=8,12"], "cannot take images of 12 pixels"),
@@ -147,7 +147,7 @@ def test_hub_out_of_reach(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(timm, "create_model", unreachable)
     refused = linvit("train", MODEL[0], "--data=digits", *DEIT, "-o", str(tmp_path / "run"))
-    assert refused.code == 2 and refused.err.endswith("(no hub); give --no-pretrained\n")
+    assert refused.code == 2 and refused.err.endswith("its cache does not hold them); give --no-pretrained\n")
 
 
 def test_eval_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:
