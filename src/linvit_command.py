@@ -5,6 +5,7 @@ completion of a verb need nothing of it: that is why this module lies beside the
 verb is meant, `linvit.cli` takes over.
 """
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,13 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
+def name_modules(modules: list[str] | None) -> None:
+    """Modules with mechanisms of the user's own, for this process and those it starts; see linvit.attention.plugins."""
+    if modules:
+        named = [*modules, *filter(None, [os.environ.get("LINVIT_MODULES")])]
+        os.environ["LINVIT_MODULES"] = ",".join(named)
+
+
 def make_app(**settings: Any) -> typer.Typer:
     """The command without its verbs."""
     plain: Any = {"rich_markup_mode": None, "pretty_exceptions_enable": False, **settings}
@@ -65,6 +73,12 @@ def make_app(**settings: Any) -> typer.Typer:
         version: Annotated[
             bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
         ] = False,
+        modules: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--import", metavar="MODULE", callback=name_modules, is_eager=True, help="Yours, with a mechanism."
+            ),
+        ] = None,
     ) -> None:
         """Make the attention of vision transformers linear, and see honestly what that buys.
 

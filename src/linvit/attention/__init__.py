@@ -26,6 +26,7 @@ from linvit.attention.linear import (
 from linvit.attention.local import GridConv, NormShortcut, TokenConv, WithLocal, begin_at_zero, values_at_queries
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift
 from linvit.attention.options import ConvWidth, Count, Eps, Number, Range
+from linvit.attention.plugins import VARIABLE, import_plugins
 from linvit.codec import check_keywords, keywords
 from linvit.errors import LinvitError, unknown
 
@@ -38,6 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MECHANISMS: dict[str, type[Mechanism]] = {}
+_complete = False  # whether other packages were asked for theirs
 LOCAL = "local"  # the option that every mechanism takes
 IMPLEMENTATIONS = ("auto", "triton", "reference")
 
@@ -55,16 +57,31 @@ def register(name: str, *, paper: str) -> Callable[[type[Mechanism]], type[Mecha
     return add
 
 
+def registry() -> dict[str, type[Mechanism]]:
+    """All mechanisms by name, with those of other packages."""
+    global _complete
+    if not _complete:
+        _complete = True  # before they are imported, for they may ask as well
+        try:
+            import_plugins()
+        except LinvitError:
+            _complete = False
+            raise
+    return _MECHANISMS
+
+
 def list_mechanisms() -> list[str]:
     """Names of all mechanisms, sorted."""
-    return sorted(_MECHANISMS)
+    return sorted(registry())
 
 
 def mechanism_class(name: str) -> type[Mechanism]:
     """The class registered under `name`."""
-    if name not in _MECHANISMS:
-        raise unknown("mechanism", name, _MECHANISMS)
-    return _MECHANISMS[name]
+    if name not in registry():
+        error = unknown("mechanism", name, registry())
+        own = "" if "did you mean" in str(error) else f"; one of your own has to be imported, or named in {VARIABLE}"
+        raise LinvitError(f"{error}{own}")
+    return registry()[name]
 
 
 def options_of(name: str) -> dict[str, Any]:

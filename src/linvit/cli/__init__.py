@@ -8,7 +8,7 @@ the progress bar. For a user's mistake raise LinvitError; `main` prints it as on
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from linvit.cli import bench, compare, convert, predict, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
@@ -34,7 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.exit(2)
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., None]] = {
     "list": list_verb.list_,
     "tables": tables.tables,
     "theory": theory.theory,
