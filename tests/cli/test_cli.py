@@ -21,7 +21,7 @@ VERBS = {
     "convert": {
         *("model", "--plan", "--output", "--keep", "--where", "--calibrate", "--plot", "--layers", "--drop"),
         *("--option", "--size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
-        *("--survey", "--json"),
+        *("--dry-run", "--overwrite", "--survey", "--json"),
     },
     "train": {
         *("model", "--data", "--output", "--recipe", "--plan", "--option", "--keep", "--drop", "--teacher", "--set"),
