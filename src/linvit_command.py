@@ -20,6 +20,7 @@ VERBS = {  # in the order of the help; `linvit.cli` has what they do
     "list": "What there is to choose from, and what recipes say.",
     "tables": "The papers' parameters and MACs beside ours.",
     "theory": "The papers' theorems, measured.",
+    "plan": "Measure which layers of a model pay to convert.",
     "convert": "Swap the attention of a model, keep the weights.",
     "train": "Train, fine-tune or distil a model by a recipe.",
     "eval": "Measure what a model gets right.",

@@ -109,10 +109,10 @@ def test_removed_counts_numbers_and_tensors() -> None:
     tables = [p for name, p in model.named_parameters() if name.endswith("relative_position_bias_table")]
     report = convert(model, "stella", drop=("relative_bias", "shift_mask"))
     assert report.removed_parameters == sum(p.numel() for p in tables) and len(report.removed) == len(tables)
-    assert str(report).endswith(f"removed {report.removed_parameters:,} parameters of dropped features, in 4 tensors")
+    assert f"\nremoved {report.removed_parameters:,} parameters of dropped features, in 4 tensors\n" in str(report)
 
 
-@pytest.mark.parametrize("plan", list_plans())
+@pytest.mark.parametrize("plan", [name for name in list_plans() if name != "auto"])
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "beit_base_patch16_224", "vit_small_patch16_dinov3"])
 def test_one_rule_for_what_is_given_up(name: str, plan: str) -> None:
     """What the plan's own list or the user names, and nothing else; the report says which of the two it was."""

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from linvit.cli import bench, compare, convert, predict, report, show, tables, theory, train
+from linvit.cli import bench, compare, convert, plan, predict, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "list": list_verb.list_,
     "tables": tables.tables,
     "theory": theory.theory,
+    "plan": plan.plan,
     "convert": convert.convert,
     "train": train.train,
     "eval": eval_verb.eval_,

@@ -42,9 +42,9 @@ def convert(
     """Swap the attention of a model by a plan, keep every weight, and say what changed.
 
     What a mechanism cannot honour, a relative bias say, is an error unless --drop names it or the plan gives it up: the
-    papers' plans go without what their papers do, `linvit list plans` shows what, and the output says so. With
-    --calibrate the layers that mixa keeps are measured, and --plot draws that. With --dry-run nothing is fetched (but
-    to measure layers) and nothing saved.
+    papers' plans go without what their papers do, `linvit list plans` shows what, and the output says so. --plan auto
+    converts the layers that are measured to get faster, and no other. With --calibrate the layers that a plan keeps are
+    measured, and --plot draws that. With --dry-run nothing is fetched (but to measure layers) and nothing saved.
 
     \b
     Example: linvit convert deit_small_patch16_224 --plan mixa --keep 6 -o deit_s_mixa
@@ -58,8 +58,8 @@ def convert(
     from linvit.conversion import convert as swap
     from linvit.conversion import find_hosts, open_model, parse_plan, resample, save
     from linvit.conversion.calibration import calibration_images
-    from linvit.conversion.convert import layers_to_measure
     from linvit.conversion.rebuilding import origin
+    from linvit.conversion.resolving import layers_to_measure
     from linvit.conversion.sensitivity import passes
     from linvit.figures import check_picture, plot_sensitivity
 
@@ -78,11 +78,11 @@ def convert(
         built = open_model(model, pretrained=fetched, args=args, checkpoint=checkpoint, instead=instead)
         resample(built, size=pixels, patch_size=patch_size, window_size=window_size)
         if calibrate is None:
-            report = swap(built, chosen, drop=given_up, size=pixels)
+            report = swap(built, chosen, drop=given_up, size=pixels, costs=True)
         else:
             images = calibration_images(calibrate, built)
             with progress("measuring layers", passes(len(find_hosts(built)), count)) as advance:
-                report = swap(built, chosen, drop=given_up, size=pixels, calibrate=images, advance=advance)
+                report = swap(built, chosen, drop=given_up, size=pixels, calibrate=images, advance=advance, costs=True)
     named = None if Path(model).is_dir() else args
     saved = None if dry_run else output
     if saved is None:
@@ -111,14 +111,16 @@ def print_report(report: "Report", folder: Path | None) -> None:
         given_up = f"gave up {', '.join(layer.dropped)}" if layer.dropped else ""
         kept = f"left as it is: {layer.kept}" if layer.kept else ""
         after = layer.after if layer.after == layer.before else f"[bold]{layer.after}[/bold]"
-        rows.append((layer.index, layer.name, layer.before, after, given_up or kept))
+        macs = "" if layer.macs is None else " → ".join(f"{macs / 1e6:,.1f}" for macs in dict.fromkeys(layer.macs))
+        note = "; ".join(filter(None, (given_up, kept, "costs more" if layer.loses else "")))
+        rows.append((layer.index, layer.name, layer.before, after, layer.tokens or "", macs, note))
     out = console()
     if report.sensitivity is not None:
         print_sensitivity(report.sensitivity)
-    out.print(table(rows, layer=-5, name=20, before=10, after=16, note=10))
+    out.print(table(rows, layer=-5, name=18, before=8, after=12, tokens=-6, MMACs=-7, note=4))
     out.print(str(report).splitlines()[0])
-    for line in report.losses:
-        out.print(line)
+    for line in (*report.losses, *report.advice):
+        out.print(line, markup=False)
     if folder is None:
         out.print("A dry run: nothing was saved.", style="italic")
     else:

@@ -200,6 +200,32 @@ def mobile(**options: Any) -> Plan:
     )
 
 
+@dataclass(frozen=True)
+class Auto(Plan):
+    """What `convert` makes a plan of: each layer gets the candidate that is measured to be the fastest on the model's
+    device at the image size, and stays as it is where none is faster."""
+
+    candidates: tuple[str, ...] = ()
+
+    def choices(self, names: Sequence[str]) -> list[Choice | None]:
+        raise LinvitError(
+            "auto measures a model before it is a plan: `linvit plan MODEL --size PIXELS -o FILE` makes one"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        self.choices(())
+        raise AssertionError
+
+
+@named
+def auto(*, candidates: str | tuple[str, ...] = ("stella", "relu_linear")) -> Plan:
+    """Ours: in each layer the fastest of the candidates, measured, or what it has where none is faster."""
+    listed = [c.strip() for c in candidates.strip("[]").split(",")] if isinstance(candidates, str) else candidates
+    for name in listed:
+        as_plan(name)
+    return Auto("auto", None, candidates=tuple(listed))
+
+
 KEEPING = {name: kind for name, (kind, _) in keywords(mixa).items() if name in ("keep", "where")}
 
 
