@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import typer
@@ -135,6 +136,36 @@ def test_wrong_verb_and_option(linvit: Callable[..., Outcome]) -> None:
     assert outcome.code == 2 and "Did you mean 'list'?" in outcome.err
     outcome = linvit("list", "--jsn")
     assert outcome.code == 2 and "--json" in outcome.err
+
+
+CONVERT = "convert deit_tiny_patch16_224 --no-pretrained --dry-run --plan"
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (f"{CONVERT} mixa:keep=abc", "keep of plan mixa must be"),
+        (f"{CONVERT} mixa --option keep=[[1]]", "keep of plan mixa must be"),
+        (f"{CONVERT} performer:features=-1", "features of performer must be"),
+        (f"{CONVERT} cosformer:variant=3", "variant of cosformer must be"),
+        (f"{CONVERT} window:window=abc", "window of window must be"),
+        (f"{CONVERT} castling --option kernel_size=-3", "kernel_size of castling must be"),
+        (f"{CONVERT} castling:eps=abc", "eps of castling must be"),
+        (f"{CONVERT} castling:eps=-1", "eps of castling must be"),
+        (f"{CONVERT} stella --model-arg num_heads=0", "cannot be built with"),
+        (f"{CONVERT} stella --model-arg img_size=[1]", "cannot be built with"),
+        ("train vit_tiny_patch16_224 --data digits -o x --plan castling:eps=-1", "eps of castling must be"),
+        ("compare digits -o x --dry-run --plan performer:features=-1", "features of performer must be"),
+        ("bench op --mechanism stella --heads 0", "at least 1"),
+        ("bench scaling --tokens -3", "Invalid value for '--tokens'"),
+    ],
+)
+def test_a_wrong_value_is_one_line(
+    linvit: Callable[..., Outcome], line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = linvit(*line.split())
+    assert outcome.code == 2 and message in outcome.err.splitlines()[-1] and not list(tmp_path.iterdir())
 
 
 def test_an_empty_output_is_a_mistake(linvit: Callable[..., Outcome]) -> None:

@@ -257,7 +257,7 @@ def training(
 @app.command("scaling")
 def scaling(
     mechanism: Annotated[list[str] | None, typer.Option("--mechanism", "-m", help="Only these, of the linear.")] = None,
-    tokens: Annotated[int, typer.Option(help="N; the other size is twice that.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="N; the other size is twice that.")] = 4096,
     as_json: Json = False,
 ) -> None:
     """Check on the CPU that every mechanism declared linear is: twice the tokens, less than 2.6 times the time.
