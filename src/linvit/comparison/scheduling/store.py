@@ -46,7 +46,7 @@ from linvit.comparison.description.spec import Comparison, renamed
 from linvit.comparison.description.task import Task
 from linvit.comparison.results import AnyResult, Environment, Failure, Run, Speed, SpeedIdentity, parse_result
 from linvit.errors import LinvitError
-from linvit.files import create, locked, read_json, to_json, write_json
+from linvit.files import create, locked, place, read_json, to_json, write_json
 from linvit.measurement.record import PACKAGE, environment, hardware
 
 BEAT = 15.0  # seconds between two touches
@@ -59,7 +59,7 @@ class Store:
     """A store in a folder, which need not exist yet."""
 
     def __init__(self, folder: str | Path, *, beat: float = BEAT, stale: float = STALE) -> None:
-        self.folder = Path(folder)
+        self.folder = place(folder)
         if self.folder.is_file():
             raise LinvitError(f"{self.folder} is a file: give a folder for the store (an archive goes to --merge)")
         self.beat, self.stale = beat, stale
