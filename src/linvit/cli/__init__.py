@@ -16,7 +16,7 @@ import typer
 from linvit.cli import bench, compare, convert, predict, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unreadable
 from linvit.version import __version__
 
 plain: Any = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -31,12 +31,12 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         app(args)
     except LinvitError as mistake:
-        message = str(mistake)
+        message = str(mistake) if isinstance(mistake, Unreadable) else " ".join(str(mistake).split())
     except OSError as mistake:
         if mistake.filename is None:
             raise
         message = f"{mistake.filename}: {mistake.strerror}"
-    print("error:", " ".join(message.split()), file=sys.stderr)
+    print("error:", message, file=sys.stderr)
     sys.exit(2)
 
 

@@ -78,8 +78,8 @@ class Fitting:
             except Unreadable as error:
                 if folder is None:
                     raise
-                reason = "a run goes on with the same images only"
-                raise Unreadable(f"{error}; replace the file rather than delete it: {reason}") from None
+                hint = "replace the file rather than delete it: a run goes on with the same images only"
+                raise Unreadable(*error.files, hint=hint) from None
 
     @property
     def shown(self) -> nn.Module:

@@ -128,7 +128,7 @@ def split_digest(split: Images) -> str:
         found.update(source.pixels.tobytes())
     elif hasattr(source, "samples"):
         names = [source.filename(i) for i in range(len(source))]
-        found.update("\n".join(names).encode())
+        found.update("\n".join(names).encode(errors="surrogateescape"))
         places = getattr(source, "places", None)  # in an archive, with their sizes
         every = range(0, len(names), max(1, len(names) // SIZED))
         sizes = (Path(split.filename(i)).stat().st_size if places is None else places[i][1] for i in every)

@@ -10,11 +10,12 @@ from torch import nn
 
 from linvit.conversion.saving import label_names, note
 from linvit.errors import LinvitError, unknown
+from linvit.images import Progress, quiet
 from linvit.tasks.classify import checks
 from linvit.tasks.classify.data import Images, Split, Stream
 from linvit.tasks.classify.metrics import Evaluation, evaluate
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
-from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
+from linvit.tasks.classify.resident import Held, Resident, decode
 from linvit.tasks.classify.streaming import Streamed
 from linvit.tasks.fitting import Fitting
 from linvit.training import BatchSource, Config, Output, Phase, Processes, Task, make_processes
@@ -62,6 +63,7 @@ class Sets:
         small = isinstance(split, Images) and 3 * len(split) * math.prod(preprocessing.size) <= SMALL
         if self.loader == "streamed" or (self.loader == "auto" and not small):
             place |= {"device": device, "workers": self.workers, "decoder": self.decoder}
+            place["progress"] = self.progress
             return Streamed(split, preprocessing, batch, classes, **place)
         training = augmentation is not None
         pixels = decode(split, preprocessing, device=device, training=training, progress=self.progress, held=self.held)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from linvit.conversion.saving import label_names, note, noted
 from linvit.errors import LinvitError
+from linvit.images import Progress, quiet
 from linvit.models.dense import DenseModel, Target
 from linvit.tasks.dense.loading import Batch, DenseSource
 from linvit.tasks.dense.samples import Samples, match_categories
@@ -34,6 +35,7 @@ class DenseSets:
     train: Samples
     validation: Samples | None = None
     workers: int = 0
+    progress: Progress = quiet
 
 
 class DenseTask(Task):
@@ -135,7 +137,7 @@ class DenseFitting(Fitting):
             self.note(split.note if split is not None else "")
         batch = config.batch_size // (processes.world * config.accumulate)
         place: dict[str, Any] = {"device": processes.device, "workers": sets.workers, "seed": config.seed}
-        place |= {"rank": processes.rank, "world": processes.world}
+        place |= {"rank": processes.rank, "world": processes.world, "progress": sets.progress}
         self.source = DenseSource(train, settings, batch, training=True, **place)
         self.checks = None
         if validation is not None:
