@@ -18,7 +18,8 @@ import pytest
 
 from linvit.comparison.description.spec import Comparison, Measure
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import Run, Speed, parse_result
+from linvit.comparison.files import parse_result
+from linvit.comparison.results import Run, Speed
 from linvit.comparison.scheduling.places import ray as engine
 from linvit.comparison.scheduling.places.place import Here, real_execute
 from linvit.comparison.scheduling.places.ray import OneVoice, RayCluster, connect

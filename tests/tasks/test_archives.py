@@ -47,7 +47,7 @@ def test_a_flipped_bit_in_any_header_never_shortens_a_set(tmp_path: Path, how: i
             damaged = bytearray(content)
             damaged[header + place] ^= 0x04
             flipped.write_bytes(damaged)
-            with pytest.raises(LinvitError, match=r"flipped.tar (is damaged|cannot be read)"):
+            with pytest.raises(LinvitError, match=r"flipped.tar cannot be read as an archive: .*; copy or pack"):
                 members_of(flipped)
 
 
@@ -59,7 +59,7 @@ def test_an_archive_that_breaks_off_is_refused(tmp_path: Path, open_it: object) 
     short = tmp_path / "short.tar"
     for end in (*ends, ends[-1] + 100, ends[-1] + 512, ends[-1] + 1000):  # between two files, and in the midst of one
         short.write_bytes(content[:end])
-        with pytest.raises(LinvitError, match=r"short.tar (breaks off|cannot be read)"):
+        with pytest.raises(LinvitError, match=r"short.tar cannot be read as an archive: (it breaks off|unexpected)"):
             open_it(short)  # type: ignore[operator]
 
 
@@ -67,7 +67,7 @@ def test_two_archives_one_behind_the_other_are_not_half_read(tmp_path: Path) -> 
     first, second = (pack(tmp_path / f"{part}.tar", *NAMES[part::2]) for part in (0, 1))
     both = tmp_path / "both.tar"
     both.write_bytes(first.read_bytes() + second.read_bytes())
-    with pytest.raises(LinvitError, match=r"both.tar is damaged behind its entry 4"):
+    with pytest.raises(LinvitError, match=r"both.tar .*: it is damaged behind its entry 4, at byte "):
         members_of(both)
 
 

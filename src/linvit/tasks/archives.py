@@ -3,10 +3,9 @@ cannot read for the end, and everything behind it would be missing in silence.""
 
 import os
 import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from linvit.errors import LinvitError
 from linvit.images import check_file
@@ -50,11 +49,11 @@ def members_of(path: Path) -> list[Member]:
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
             found = list(archive)
-            check_end(path, file, archive.offset, len(found))
+            check_end(archive)
     except tarfile.CompressionError:
         raise LinvitError(f"{path} is compressed: unpack it, or pack it again without compression") from None
     except tarfile.TarError as error:
-        hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else ""
+        hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else "; copy or pack it again"
         raise LinvitError(f"{path} cannot be read as an archive: {error}{hint}") from None
     absolute = {member.name.startswith("/") for member in found if member.isfile()}
     if len(absolute) > 1:
@@ -84,17 +83,15 @@ def normal(name: str) -> str:
     return os.path.normpath(f"/{name}").lstrip("/")
 
 
-def check_end(path: Path, file: BinaryIO, end: int, count: int) -> None:
-    """Whether the archive's headers were read to its end: a block of zeros, and nothing else behind."""
-    file.seek(end)
-    rest = blocks(file)
-    hint = "copy or pack it again"
-    if len(first := next(rest, b"")) < BLOCK:
-        raise LinvitError(f"{path} breaks off after {count:,} entries: {hint}")
-    if any(first) or any(map(any, rest)):
-        raise LinvitError(f"{path} is damaged behind its entry {count:,}, at byte {end:,}: {hint}")
-
-
-def blocks(file: BinaryIO) -> Iterator[bytes]:
-    while found := file.read(CHUNK):
-        yield found
+def check_end(archive: tarfile.TarFile) -> None:
+    """Whether an archive whose headers were read was read to its end: that is a block of zeros, and there is nothing
+    else behind it. Otherwise it is a ReadError, as tarfile has for what is wrong with the first header."""
+    file, count = cast(Any, archive.fileobj), len(archive.getmembers())
+    file.seek(archive.offset)
+    first = file.read(BLOCK)
+    if len(first) < BLOCK:
+        raise tarfile.ReadError(f"it breaks off behind its entry {count:,}")
+    while first:
+        if any(first):
+            raise tarfile.ReadError(f"it is damaged behind its entry {count:,}, at byte {archive.offset:,}")
+        first = file.read(CHUNK)

@@ -29,7 +29,7 @@ from linvit.training.config import FREE, Config
 from linvit.training.logs import Watch
 from linvit.training.processes import Processes
 
-FORMAT = 1
+FORMAT = 2  # 1 had a checksum of the tensors alone
 KEPT = 2
 NAME = re.compile(r"step-(\d+)\.safetensors")
 BEST = "best.safetensors"
@@ -92,7 +92,8 @@ class CheckpointFiles:
 def write(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Write a checkpoint whole or not at all."""
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}  # none share
-    header = {"linvit": json.dumps({**state, "format": FORMAT, "checksum": checksum(held)})}
+    known = {**state, "format": FORMAT, "checksum": checksum(held)}
+    header = {"linvit": json.dumps({**known, "digest": digest(known, held)})}
     try:
         with temporary(path) as beside:
             safetensors.torch.save_file(held, beside, header)
@@ -113,7 +114,8 @@ def read(path: Path) -> Restored:
         raise LinvitError(f"{path} is no checkpoint of linvit")
     if state["format"] > FORMAT:
         raise LinvitError(f"{path} has format {state['format']}, this linvit reads up to {FORMAT}: upgrade")
-    if state["checksum"] != checksum(tensors):
+    wrong = state["format"] > 1 and state.pop("digest", None) != digest(state, tensors)
+    if wrong or state["checksum"] != checksum(tensors):
         raise LinvitError(f"the checkpoint {path} is damaged: its checksum is wrong")
     return tensors, state
 
@@ -125,6 +127,13 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
         values = tensors[name].detach().cpu().contiguous()
         found = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, found)
     return found
+
+
+def digest(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the state, and of the tensors' names and shapes."""
+    shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
+    plain = json.loads(json.dumps(state))  # as it is read: names are words
+    return hashlib.sha256(json.dumps([plain, shapes], sort_keys=True).encode()).hexdigest()
 
 
 class RunState:

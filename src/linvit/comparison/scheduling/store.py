@@ -9,8 +9,8 @@
     comparisons/….json       what was asked for
     repeats/….json           second results of one key, from stores that were merged
 
-Result files are created whole: a reader never meets half a file, and of two writers the first one's stays. A file that
-is damaged or not ours is left alone and noted in `notes`.
+Result files are created whole: a reader never meets half a file, and of two writers the first one's stays. Each has a
+digest of its own. A file that is damaged or not ours is left alone and noted in `notes`.
 
 Who works on what is told by claims: a claim is a small file that one process holds and keeps fresh.
 
@@ -44,9 +44,10 @@ import torch
 from linvit.codec import digest, to_plain
 from linvit.comparison.description.spec import Comparison, renamed
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import AnyResult, Environment, Failure, Run, Speed, SpeedIdentity, parse_result
+from linvit.comparison.files import parse_object, parse_result, to_text
+from linvit.comparison.results import AnyResult, Environment, Failure, Run, Speed, SpeedIdentity
 from linvit.errors import LinvitError
-from linvit.files import create, locked, read_json, to_json, write_json
+from linvit.files import create, locked, read_json, write
 from linvit.measurement.record import PACKAGE, environment, hardware
 
 BEAT = 15.0  # seconds between two touches
@@ -101,10 +102,10 @@ class Store:
         """What was asked for, oldest first."""
         found = []
         for path in sorted((self.folder / "comparisons").glob("*.json")):
-            data = read_json(path)
             try:
+                data = parse_object(path.read_bytes())
                 found.append((data["time"], path.name, Comparison.from_dict(renamed(data["comparison"]))))
-            except (TypeError, KeyError, LinvitError) as error:
+            except (OSError, TypeError, KeyError, LinvitError) as error:
                 self.note(f"{path} is no comparison ({error}): left aside")
         ordered = [comparison for *_, comparison in sorted(found, key=lambda row: row[:2])]
         return [comparison for i, comparison in enumerate(ordered) if comparison not in ordered[:i]]
@@ -137,7 +138,7 @@ class Store:
         path = self.folder / "comparisons" / f"{digest(same)}.json"
         before = read_json(path)
         if not isinstance(before, dict) or before.get("comparison") != data:
-            write_json(path, asked)
+            write(path, to_text(asked))
 
     def claim(self, task: Task, hardware: str | None = None) -> "Claim | None":
         """The right to work on a task; None where somebody alive has it, or it is finished."""
@@ -162,7 +163,7 @@ class Store:
         path = self.path(task, result.environment.hardware)
         if path.exists() and self.read(path) is None:
             set_aside(path)
-        written = create(path, to_json(to_plain(result)))
+        written = create(path, to_text(result))
         shutil.rmtree(self.work_folder(task.key), ignore_errors=True)
         return written
 
@@ -178,7 +179,7 @@ class Store:
     def add_failure(self, failure: Failure) -> Failure:
         failure = replace(failure, attempt=len(self.failures(failure.key)) + 1)
         data = to_plain(failure)
-        create(self.folder / "failures" / f"{failure.key}-{digest(data, 8)}.json", to_json(data))
+        create(self.folder / "failures" / f"{failure.key}-{digest(data, 8)}.json", to_text(data))
         return failure
 
     def portable(self, text: str) -> str:
