@@ -31,6 +31,10 @@ class Unreadable(LinvitError):
         return partial(type(self), hint=self.hint), self.files
 
 
+class Unwritable(LinvitError):
+    """A file that cannot be written: a full disk, mostly. Whatever is tried next will fail as well."""
+
+
 class NotHonoured(LinvitError):
     """What an attention layer does and its new mechanism cannot: the `reason`, and the `features` to give up."""
 

@@ -18,8 +18,9 @@ from linvit.comparison.description.spec import load
 from linvit.comparison.scheduling import travel
 from linvit.comparison.scheduling.store import Store
 from linvit.comparison.scheduling.travel import Archive, merge, open_store, pack, store_name
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unwritable
 from tests.comparison.tasks import make_result, make_task, runs_of
+from tests.full_disk import small_files
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -135,6 +136,26 @@ def test_a_small_archive_cannot_fill_a_disk(tmp_path: Path) -> None:
     with pytest.raises(LinvitError, match="holds more than a store could: not merged"):
         merge(Store(tmp_path / "there"), tmp_path / "bomb.tar.xz")
     assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """And nothing is half there: neither in the archive nor in the store."""
+    store, teacher = Store(tmp_path / "here"), make_task(1, "teacher")
+    store.write(teacher, make_result(teacher))
+    folder = store.teacher_folder(teacher.key)
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(os.urandom(100_000))
+    pack(store, tmp_path / "store.tar")
+    with small_files(50_000):
+        with pytest.raises(Unwritable, match=r"cannot write .*again.tar: File too large"):
+            pack(store, tmp_path / "again.tar")
+        with pytest.raises(Unwritable, match=r"cannot merge .*store.tar into .*: .*File too large"):
+            merge(Store(tmp_path / "there"), tmp_path / "store.tar")
+        with pytest.raises(Unwritable, match=r"cannot write .*File too large"):
+            merge(Store(tmp_path / "elsewhere"), store.folder)
+    assert not (tmp_path / "again.tar").exists() and not list((tmp_path / "there").iterdir())
+    assert not (tmp_path / "elsewhere" / "teachers" / teacher.key).exists()
+    assert merge(Store(tmp_path / "there"), tmp_path / "store.tar")["teachers"] == 1
 
 
 def test_a_large_file_in_a_folder_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

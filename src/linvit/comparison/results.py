@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from linvit.errors import LinvitError
 from linvit.models.dense import HEADS
 
 VERSION = 1  # of the result files
@@ -235,6 +236,10 @@ class SpeedPoint:
     peak_bytes: int | None = None
     ratio: float | None = None  # softmax's time over this one, measured by turns
     note: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise LinvitError("a pass over no image was timed")
 
     @property
     def median(self) -> float | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from linvit.conversion.rebuilding import layers_of, origin
 from linvit.conversion.saving import save
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unwritable
 from linvit.files import clear_temporary, temporary
 from linvit.training.callbacks import Callback, under
 from linvit.training.config import FREE, Config
@@ -60,7 +60,6 @@ class CheckpointFiles:
         self.write(f"step-{step:08d}.safetensors", tensors, {**state, "step": step})
         for old in self.files()[KEPT:]:
             old.unlink(missing_ok=True)
-        clear_temporary(self.folder)
 
     def write(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         write(self.folder / name, tensors, {**state, "fingerprint": self.fingerprint})
@@ -97,8 +96,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -
     try:
         with temporary(path) as beside:
             safetensors.torch.save_file(held, beside, header)
-    except (OSError, SafetensorError) as error:
-        raise LinvitError(f"cannot write the checkpoint {path}: {error}") from error
+    except (Unwritable, SafetensorError) as error:  # of a full disk the second
+        raise Unwritable(f"cannot write the checkpoint {path}: {error}") from error
 
 
 def read(path: Path) -> Restored:
@@ -148,9 +147,11 @@ class RunState:
         self.seconds = config.checkpoint_seconds
         if folder is not None and output.models:
             origin(model)  # whether it can be saved: better known now than in the end
-        for name in ("checkpoints", "last", "best"):
-            if folder is not None and (folder / name).is_file():
-                raise LinvitError(f"{folder / name} is a file where a folder must be: move it, or give another folder")
+        inside = [folder / name for name in ("checkpoints", "last", "best")] if folder is not None else []
+        for path in inside:
+            if path.is_file():
+                raise LinvitError(f"{path} is a file where a folder must be: move it, or give another folder")
+        clear_temporary(*inside, *([folder] if folder is not None else []))
         mark = fingerprint(config, model, output.identity)
         self.files = CheckpointFiles(folder / "checkpoints", mark) if folder is not None else None
         self.best: Restored | None = None

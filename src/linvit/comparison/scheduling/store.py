@@ -47,7 +47,7 @@ from linvit.comparison.description.task import Task
 from linvit.comparison.files import parse_object, parse_result, to_text
 from linvit.comparison.results import AnyResult, Environment, Failure, Run, Speed, SpeedIdentity
 from linvit.errors import LinvitError
-from linvit.files import create, locked, read_json, write
+from linvit.files import clear_temporary, create, host, locked, own_prefix, process, read_json, write
 from linvit.measurement.record import PACKAGE, environment, hardware
 
 BEAT = 15.0  # seconds between two touches
@@ -188,6 +188,11 @@ class Store:
             text = re.sub(rf"(?<![\w./-]){re.escape(f'{folder}{os.sep}')}", "", text)  # whole paths, not ends of others
         return text
 
+    def clear(self) -> None:
+        """Remove what killed processes left half written."""
+        folders = (path for pattern in ("*", "*/*", "*/*/*") for path in self.folder.glob(pattern) if path.is_dir())
+        clear_temporary(self.folder, *folders)
+
     def teacher_folder(self, key: str) -> Path:
         return self.folder / "teachers" / key
 
@@ -280,34 +285,7 @@ def holder(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def host() -> str:
-    """This machine since its start, and the container: where process numbers mean the same."""
-    name = socket.gethostname()
-    with suppress(OSError):
-        name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with suppress(OSError):
-        name += " " + os.readlink("/proc/self/ns/pid")
-    return name
-
-
-def process(pid: int) -> dict[str, Any]:
-    """A living process with its start, as numbers are used again; empty for a dead one."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return {} if stat[0] in ("Z", "X") else {"pid": pid, "started": int(stat[19])}
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return {}
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return {}
-    except PermissionError:
-        pass
-    return {"pid": pid, "started": None}
-
-
 def now(folder: Path) -> float:
     """The time by the clock of the file system that the folder is on."""
-    with tempfile.NamedTemporaryFile(prefix=".now-", dir=folder) as probe:
+    with tempfile.NamedTemporaryFile(prefix=own_prefix(), dir=folder) as probe:
         return os.fstat(probe.fileno()).st_mtime

@@ -11,7 +11,6 @@ import lzma
 import re
 import shutil
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from io import BytesIO
@@ -21,8 +20,19 @@ from typing import IO, Any, cast
 from linvit.comparison.files import parse_object, parse_result
 from linvit.comparison.results import KEY, AnyResult
 from linvit.comparison.scheduling.store import FOLDERS, LOCK, Store, abandoned, set_aside
-from linvit.errors import LinvitError
-from linvit.files import create, locked, read_json, sha256, temporary, to_json, write
+from linvit.errors import LinvitError, Unwritable, first_line
+from linvit.files import (
+    create,
+    is_full,
+    locked,
+    read_json,
+    sha256,
+    temporary,
+    temporary_folder,
+    to_json,
+    write,
+    writing,
+)
 from linvit.tasks.archives import check_end
 
 RESULTS = (*FOLDERS, "comparisons")
@@ -151,12 +161,15 @@ def merge(store: Store, other: Path) -> dict[str, int]:
     if not other.is_file():
         raise LinvitError(f"there is no store at {other}: give a store's folder, or an archive made with --pack")
     store.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".merging-", dir=store.folder) as folder:
+    store.clear()
+    with temporary_folder(store.folder) as folder:
         try:
-            unpack(other, Path(folder))
+            unpack(other, folder)
         except BROKEN as error:
+            if is_full(error):
+                raise Unwritable(f"cannot merge {other} into {store.folder}: {first_line(error)}") from None
             store.note(f"{other} cannot be read to its end ({error}): what came before that is merged")
-        found = root_of(Path(folder))
+        found = root_of(folder)
         drop_damaged(store, found)
         return merge_folder(store, found)
 
@@ -257,8 +270,9 @@ def copy_folder(source: Path, target: Path) -> bool:
     if target.exists():
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as beside:
-        copied = shutil.copytree(source, Path(beside, target.name))
+    with temporary_folder(target.parent) as beside:
+        with writing(target):
+            copied = shutil.copytree(source, beside / target.name)
         try:
             copied.rename(target)
         except OSError:
