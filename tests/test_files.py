@@ -80,7 +80,7 @@ def test_another_error_of_a_link_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "link", full)
-    with pytest.raises(Unwritable, match="cannot write .*a: No space left"):
+    with pytest.raises(Unwritable, match=r"cannot write .*a: No space left"):
         create(tmp_path / "a", "x")
     assert not list(tmp_path.iterdir())
 

@@ -41,7 +41,7 @@ def list_(
         return
     for position, (kind, listed) in enumerate(found.items()):
         if position:
-            console().print()
+            console(markup=True).print()
         kinds[kind][1](listed)
 
 
@@ -82,7 +82,7 @@ def print_mechanisms(rows: Rows) -> None:
         options = "\n".join(f"{option}={default}" for option, default in row["options"].items())
         return f"[bold]{row['name']}[/bold]", row["paper"], cost, differs, "\n".join(row["variants"]), options
 
-    out = console()
+    out = console(markup=True)
     out.print(table(map(cells, rows), mechanism=14, paper=27, cost=4, differs=14, variants=11, options=16))
     out.print(
         "Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys, "
@@ -100,7 +100,7 @@ def differences(capabilities: dict[str, bool]) -> list[str]:
 def print_models(rows: Rows) -> None:
     families = groupby((row["name"] for row in rows), key=lambda name: name.split("_")[0])
     cells = ((f"[bold]{family}[/bold]", "  ".join(members)) for family, members in families)
-    out = console()
+    out = console(markup=True)
     out.print(table(cells, family=10, models=40))
     text = (
         "Build them with timm.create_model(name) after import linvit. Those that detect or segment want backbone='…'."
@@ -111,6 +111,6 @@ def print_models(rows: Rows) -> None:
 def print_plans(rows: Rows) -> None:
     options = (", ".join(f"{option}={default}" for option, default in row["options"].items()) for row in rows)
     cells = ((f"[bold]{row['name']}[/bold]", row["summary"], text) for row, text in zip(rows, options, strict=True))
-    out = console()
+    out = console(markup=True)
     out.print(table(cells, plan=10, summary=40, options=20))
     out.print("Every mechanism's name is a plan as well: that mechanism in every layer.", style="italic")
