@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from linvit.comparison.description.task import split_digest
 from linvit.errors import LinvitError, Unreadable
 from linvit.images import eight_bits, images_below, open_image, upright
 from linvit.tasks.classify.data import Images, open_images
@@ -26,6 +25,7 @@ from linvit.tasks.dense.loading import DenseSource
 from linvit.tasks.dense.pixels import read_image
 from linvit.tasks.dense.readers import open_dense
 from linvit.tasks.dense.transforms import TransformSettings
+from linvit.tasks.digests import split_digest
 from linvit.tasks.predicting import opened
 from tests.dense_fixture import write_coco
 from tests.tasks.classify.pictures import photographs

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from linvit.cli.output import console, print_json, say, styled, table, visible
+from linvit.cli.output import console, print_json, say, styled, table
 from linvit.cli.train import PATIENCE
 from linvit.codec import to_plain
 
@@ -87,7 +87,7 @@ def bars(tasks: Sequence[Task], store: Store, shown: Progress) -> Watch:
             if task.key in running:
                 shown.remove_task(running.pop(task.key))
             finished.update([task.key] if kind == "done" else [])
-            shown.console.print(visible(ended(task, record, store)))
+            shown.console.print(styled(ended(task, record, store)))
         elif task.key not in running:
             running[task.key] = shown.add_task(name(task), total=None, text="")
         if kind == "train":
@@ -95,7 +95,7 @@ def bars(tasks: Sequence[Task], store: Store, shown: Progress) -> Watch:
         elif kind == "eval":
             shown.update(running[task.key], text=f"epoch {record['epoch']:.0f}  {scored(record)}")
         elif kind == "note":
-            shown.console.print(visible(f"{name(task)}: {record['text']}"))
+            shown.console.print(styled(f"{name(task)}: {record['text']}"))
         parts = [shown.tasks[shown.task_ids.index(bar)] for bar in running.values()]
         so_far = sum(part.completed / part.total for part in parts if part.total)
         shown.update(whole, completed=len(finished) + so_far, text=f"{len(finished)} of {len(tasks)}")

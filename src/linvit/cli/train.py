@@ -11,7 +11,7 @@ import typer
 
 from linvit.cli import arguments
 from linvit.cli.metrics import shown_metrics
-from linvit.cli.output import INTERRUPTED, Json, console, print_json, progress, say, screen, table, visible
+from linvit.cli.output import INTERRUPTED, Json, console, print_json, progress, say, screen, styled, table
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -113,7 +113,7 @@ def bar(shown: "Progress") -> Watch:
     def watch(record: dict[str, Any]) -> None:
         nonlocal task, found
         if record["kind"] == "note":
-            shown.console.print(visible(record["text"]))
+            shown.console.print(styled(record["text"]))
         elif record["kind"] == "eval":
             found = f"  {score(record)}"
         else:

@@ -126,13 +126,12 @@ class ClassifierFitting(Fitting):
             self.note(self.source.note)
         self.checks = sets.source(validation, *place) if validation is not None else None
         self.task = Classification(validation, self.checks, processes, teacher)
-        splits = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
         loaders = [type(source).__name__.lower() for source in (self.source, self.checks) if source is not None]
         if self.output.models:
             note(model, crop_pct=preprocessing.crop, input_size=(len(preprocessing.mean), *preprocessing.size))
             note(model, held_out_of=validation.held_out_of if validation is not None else 0)
-        known = {"sets": splits, "classes": list(label_names(model))}
-        self.assemble(model, self.task, known, loaders, teacher)
+        splits, names = (train, validation), label_names(model)
+        self.assemble(model, self.task, splits, classes=names, loaders=loaders, teacher=teacher)
 
     def prepare(self, model: nn.Module, teacher: nn.Module | None, preprocessing: Preprocessing) -> None:
         """Bring the model into the recipe's form, and see that it, the teacher and the recipe go together."""

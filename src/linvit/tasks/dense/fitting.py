@@ -143,9 +143,9 @@ class DenseFitting(Fitting):
         if validation is not None:
             self.checks = DenseSource(validation, settings, batch, training=False, **place)
         self.task = DenseTask(model.task, validation, self.checks, processes)
-        splits = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
         note(model, input_size=(3, settings.size, settings.size), crop_pct=1.0, crop_mode=MODES[config.resize])
-        self.assemble(model, self.task, {"sets": splits, "classes": list(label_names(model))}, ["dense"], teacher)
+        splits, names = (train, validation), label_names(model)
+        self.assemble(model, self.task, splits, classes=names, loaders=["dense"], teacher=teacher)
 
     def evaluate(self, model: nn.Module | None = None) -> Metrics:
         """How good the trained weights, or another model, are on the validation set, in the recipe's precision."""
