@@ -225,15 +225,16 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: float | None = None, busy: str = "") -> Iterator[None]:
-    """Hold the lock of a file or folder. Without `wait`, as long as it takes; with it, `busy` is the error after so
-    many seconds. Where the file system has no locks, go on without."""
+def locked(path: Path, *, wait: float | None = None, busy: str = "", shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a file or folder, alone or with others who share it. Without `wait`, as long as it takes; with
+    it, `busy` is the error after so many seconds. Where the file system has no locks, go on without."""
     if fcntl is None:
         yield
         return
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    new = 0 if path.exists() else os.O_CREAT  # some systems refuse it for another user's file
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | new, 0o666)
     try:
-        acquire(handle, wait, busy)
+        acquire(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait, busy)
         try:
             yield
         finally:
@@ -243,11 +244,11 @@ def locked(path: Path, *, wait: float | None = None, busy: str = "") -> Iterator
         os.close(handle)
 
 
-def acquire(handle: int, wait: float | None, busy: str) -> None:
+def acquire(handle: int, kind: int, wait: float | None, busy: str) -> None:
     until = None if wait is None else time.monotonic() + wait
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX if until is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind if until is None else kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if until is not None and time.monotonic() > until:

@@ -236,6 +236,7 @@ class SpeedPoint:
     peak_bytes: int | None = None
     ratio: float | None = None  # softmax's time over this one, measured by turns
     note: str | None = None
+    shared: bool = field(default=False, metadata=SPARSE)  # with trainings that had the device at that time
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -1,7 +1,7 @@
 """The one scheduler: it claims tasks, sends them to a place, hears what becomes of them and writes that down.
 
 The store is the queue: several schedulers, on several machines, may work on one at the same time. Runs come first;
-speeds when none is left that is not somebody else's, one at a time on each slot and with nothing beside them. A worker
+speeds when those that are left are other machines', one at a time on each slot and with nothing beside them. A worker
 goes on with the candidate it did before, whose code is compiled. A task whose worker dies is sent again, three times at
 most. A task that fails by itself is recorded and stops nobody; a full disk stops all, and is nobody's failure. What
 others work on is waited for, in case they die.
@@ -173,7 +173,8 @@ class Scheduler:
             self.fill_with_runs([task for task in runs if task.key not in self.flying])
             self.dismiss_idle(of_runs=True)
         speeds = self.speeds()
-        if not any(hand.slot is None for hand in self.hands) and all(self.store.claimed(task) for task in runs):
+        others = all(self.store.claimed(task) and not self.store.claimed_here(task) for task in runs)
+        if not any(hand.slot is None for hand in self.hands) and others:
             for slot in dict.fromkeys(slot for slot, _ in speeds):
                 hand = next((hand for hand in self.hands if hand.slot == slot), None)
                 if hand is None or not hand.busy:

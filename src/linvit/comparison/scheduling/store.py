@@ -153,6 +153,11 @@ class Store:
         path = self.claim_path(task)
         return path.exists() and not abandoned(path, self.stale)
 
+    def claimed_here(self, task: Task) -> bool:
+        """Whether another process of this machine works on a task."""
+        found = holder(self.claim_path(task))
+        return found.get("host") == host() and found.get("pid") != os.getpid() and self.claimed(task)
+
     def claim_path(self, task: Task, hardware: str | None = None) -> Path:
         return self.folder / "claims" / self.path(task, hardware).stem
 
