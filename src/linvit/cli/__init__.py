@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from linvit.cli import bench, compare, convert, plan, predict, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
-from linvit.errors import LinvitError
+from linvit.cli.output import flush, say, settle_streams
+from linvit.errors import LinvitError, Unreadable
+from linvit.files import is_full
 from linvit_command import VERBS, make_app
 
 app = make_app()
@@ -22,15 +24,19 @@ app = make_app()
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when it did what was asked, 2 for a user's mistake."""
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # advice of torch.compile, and not ours
+    settle_streams()
     try:
-        app(args)
+        try:
+            app(args)
+        finally:
+            flush()
     except LinvitError as mistake:
-        message = str(mistake)
+        message = str(mistake) if isinstance(mistake, Unreadable) else " ".join(str(mistake).split())
     except OSError as mistake:
-        if mistake.filename is None:
+        if mistake.filename is None and not is_full(mistake):
             raise
-        message = f"{mistake.filename}: {mistake.strerror}"
-    print("error:", " ".join(message.split()), file=sys.stderr)
+        message = f"{mistake.filename or 'cannot write'}: {mistake.strerror}"
+    say(f"error: {message}", err=True)
     sys.exit(2)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.cli import arguments
-from linvit.cli.output import INTERRUPTED, Json, print_json, screen
+from linvit.cli.output import INTERRUPTED, Json, print_json, say, screen
 from linvit.cli.train import first_process
 from linvit.errors import LinvitError
 
@@ -133,8 +133,8 @@ def close(store: "Store", pack: Path | None, merged: list[tuple[Path, dict[str, 
         return
     for other, counts in merged:
         new = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
-        print(f"{other}: {new or 'nothing'} new")
+        say(f"{other}: {new or 'nothing'} new")
     if packed is not None:
-        print(f"{pack}: {packed} files")
+        say(f"{pack}: {packed} files")
     for note in store.notes:
-        typer.echo(note, err=True)
+        say(note, err=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from linvit.cli import arguments
-from linvit.cli.output import Json, console, print_json, progress, table, tracked
+from linvit.cli.output import Json, console, print_json, progress, styled, table, tracked
 from linvit.errors import LinvitError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def print_report(report: "Report", folder: Path | None) -> None:
     for layer in report.layers:
         given_up = f"gave up {', '.join(layer.dropped)}" if layer.dropped else ""
         kept = f"left as it is: {layer.kept}" if layer.kept else ""
-        after = layer.after if layer.after == layer.before else f"[bold]{layer.after}[/bold]"
+        after = layer.after if layer.after == layer.before else styled((layer.after, "bold"))
         macs = "" if layer.macs is None else " → ".join(f"{macs / 1e6:,.1f}" for macs in dict.fromkeys(layer.macs))
         note = "; ".join(filter(None, (given_up, kept, "costs more" if layer.loses else "")))
         rows.append((layer.index, layer.name, layer.before, after, layer.tokens or "", macs, note))
@@ -120,11 +120,11 @@ def print_report(report: "Report", folder: Path | None) -> None:
     out.print(table(rows, layer=-5, name=18, before=8, after=12, tokens=-6, MMACs=-7, note=4))
     out.print(str(report).splitlines()[0])
     for line in (*report.losses, *report.advice):
-        out.print(line, markup=False)
+        out.print(line)
     if folder is None:
         out.print("A dry run: nothing was saved.", style="italic")
     else:
-        out.print(f"Saved to {folder}: linvit.load('{folder}') reads it.", style="italic")
+        out.print(styled((f"Saved to {folder}: linvit.load({str(folder)!r}) reads it.", "italic")))
 
 
 def print_sensitivity(measured: "Sensitivity") -> None:
@@ -150,7 +150,7 @@ def print_survey(as_json: bool) -> None:
         print_json([asdict(row) for row in found])
         return
     colours = {"converted": "green", "partly": "yellow", "refused": "red"}
-    rows = [(f"[bold]{r.family}[/]", r.example, f"[{colours[r.status]}]{r.status}[/]", r.reason) for r in found]
+    rows = [(styled((r.family, "bold")), r.example, styled((r.status, colours[r.status])), r.reason) for r in found]
     counts = Counter(row.status for row in found)
     out = console()
     out.print(table(rows, family=16, example=24, status=9, reason=30))

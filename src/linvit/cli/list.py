@@ -56,7 +56,7 @@ def list_(
         return
     for position, (kind, listed) in enumerate(found.items()):
         if position:
-            console().print()
+            console(markup=True).print()
         kinds[kind][1](listed)
 
 
@@ -123,7 +123,7 @@ def print_mechanisms(rows: Rows) -> None:
         options = "\n".join(f"{option}={default}" for option, default in row["options"].items())
         return f"[bold]{row['name']}[/bold]", row["paper"], cost, differs, "\n".join(row["variants"]), options
 
-    out = console()
+    out = console(markup=True)
     out.print(table(map(cells, rows), mechanism=14, paper=27, cost=4, differs=14, variants=11, options=16))
     out.print(
         "Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys, "
@@ -141,7 +141,7 @@ def differences(capabilities: dict[str, bool]) -> list[str]:
 def print_models(rows: Rows) -> None:
     families = groupby((row["name"] for row in rows), key=lambda name: name.split("_")[0])
     cells = ((f"[bold]{family}[/bold]", "  ".join(members)) for family, members in families)
-    out = console()
+    out = console(markup=True)
     out.print(table(cells, family=10, models=40))
     text = (
         "Build them with timm.create_model(name) after import linvit. Those that detect or segment want backbone='…'."
@@ -155,7 +155,7 @@ def print_plans(rows: Rows) -> None:
         (f"[bold]{row['name']}[/bold]", row["summary"], text, "\n".join(row["gives_up"]))
         for row, text in zip(rows, options, strict=True)
     )
-    out = console()
+    out = console(markup=True)
     out.print(table(cells, **{"plan": 10, "summary": 36, "options": 18, "gives up": 18}))
     out.print(
         "“gives up”: what of a model the plan goes without where its mechanisms cannot honour it; anything else is an "
@@ -167,7 +167,7 @@ def print_plans(rows: Rows) -> None:
 
 def print_recipes(rows: Rows) -> None:
     cells = ((f"[bold]{row['name']}[/bold]", row["task"], row["summary"]) for row in rows)
-    out = console()
+    out = console(markup=True)
     out.print(table(cells, recipe=12, task=15, summary=50))
     out.print("linvit list settings RECIPE shows what a recipe says; --set changes it.", style="italic")
 
@@ -186,7 +186,7 @@ def print_settings(recipe: str, rows: Rows) -> None:
 
     stages: set[str] = set()
 
-    out = console()
+    out = console(markup=True)
     own = {recipe: 12} if recipe else {}
     out.print(table(map(cells, rows), setting=20, **own, default=12, meaning=40))
     out.print("--set NAME=VALUE changes a setting: --set lr=1e-3 --set randaugment=none.", style="italic")

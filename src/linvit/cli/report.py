@@ -9,7 +9,7 @@ import typer
 from linvit.cli import arguments
 from linvit.cli.arguments import check_file
 from linvit.cli.compare_output import json_rows
-from linvit.cli.output import Json, print_json
+from linvit.cli.output import Json, print_json, say
 from linvit.codec import to_plain
 from linvit.errors import LinvitError
 
@@ -51,5 +51,5 @@ def report(
         told = {"answer": list(contents.answer.sentences), "settings": settings, "failures": failures}
         print_json({**told, "notes": contents.results.notes, "files": [str(path) for path in targets]})
     elif "-" not in (md, csv):
-        print(*contents.answer.sentences, sep="\n")
-        print(*(f"Report: {path}" for path in targets), sep="\n")
+        say(*contents.answer.sentences)
+        say(*(f"Report: {path}" for path in targets))

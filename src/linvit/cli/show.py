@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from linvit.cli import arguments
-from linvit.cli.output import Json, console, print_json, table
+from linvit.cli.output import Json, console, print_json, say, table
 
 app = typer.Typer(help="Draw what was measured.", no_args_is_help=True)
 
@@ -38,4 +38,4 @@ def masks(
     out = console()
     out.print(table(rows, layer=24, first=-8, last=-8))
     out.print(f"Share of non-zeros over {len(steps)} steps; the branch ended with weight {scales[-1][1]:.2g}.")
-    out.print(f"Plot: {path}")
+    say(f"Plot: {path}")

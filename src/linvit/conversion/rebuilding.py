@@ -18,6 +18,7 @@ from torch import nn
 from linvit.attention import TokenGrid
 from linvit.codec import to_plain
 from linvit.conversion.convert import Step, build_mechanism, find_hosts, image_part, install, names_to_drop
+from linvit.conversion.enclosure import enclosed
 from linvit.conversion.host import Host
 from linvit.conversion.plan import Choice
 from linvit.errors import LinvitError, reason, unknown
@@ -41,7 +42,12 @@ class SavedLayer:
 
 
 def rebuild(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """A model by its name and arguments, without its weights."""
+    """A model by its name and arguments, without its weights, and without network and other files."""
+    with enclosed(name):
+        return build(name, args)
+
+
+def build(name: str, args: Mapping[str, Any]) -> nn.Module:
     if name.startswith("transformers:"):
         try:
             from linvit.conversion.huggingface import PREFIX, from_config

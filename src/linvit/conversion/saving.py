@@ -5,7 +5,7 @@ needs neither the softmax original nor its weights, and does not probe or choose
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -188,13 +188,20 @@ def read_config(folder: Path) -> SavedConfig:
             f"{path} has format {version}, written by linvit {data['linvit']}; this one reads up to {FORMAT}: upgrade"
         )
     config = from_plain(SavedConfig, data, str(path), ignore=True)
-    if LOADING & config.args.keys():
-        raise LinvitError(f"{path} asks for other weights than its own by '{min(LOADING & config.args.keys())}'")
+    if asked := LOADING & {*names_in(config.args)}:
+        raise LinvitError(f"{path} asks for other weights than its own by '{min(asked)}'")
     for name, value in config.preprocessing.items():
         convert(value, PREPROCESSING.get(name, Any), f"{name} of {path}")
     if not isinstance(getattr(torch, config.dtype, None), torch.dtype):
         raise LinvitError(f"dtype of {path} must be one of PyTorch's, got '{config.dtype}'")
     return config
+
+
+def names_in(args: Any) -> Iterator[str]:
+    """The names of arguments, and of those that are passed on inside them."""
+    for name, value in args.items() if isinstance(args, Mapping) else ():
+        yield name
+        yield from names_in(value)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import nn
 from linvit.conversion import Plan, Report, convert, open_model, open_original, parse_plan
 from linvit.errors import LinvitError
 from linvit.files import place
-from linvit.tasks.classify.resident import Progress, quiet
+from linvit.images import Progress, quiet
 from linvit.tasks.kinds import Model, Note, Reading, described, kind_of, name_of, tell
 from linvit.training import Config, Outcome, Output, make_processes, override
 from linvit.training import recipe as named_recipe
