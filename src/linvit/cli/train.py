@@ -45,6 +45,9 @@ def train(
     loader: arguments.Loader = "auto",
     workers: arguments.Workers = 4,
     device: arguments.Device = "auto",
+    logger: Annotated[
+        str, typer.Option(metavar="NAME", help="wandb, or a function of yours as module:function, hears the run too.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Train a model by a recipe; with --plan, convert it first and learn from the original.
@@ -66,7 +69,13 @@ def train(
     built |= {"task": task, "head": head, "pyramid": pyramid}
     built |= {"plan": plan or None, "options": arguments.plan_options(option, keep), "teacher": teacher or None}
     where = {"root": root, "loader": loader, "workers": workers, "device": device, "progress": progress}
-    how = {"size": arguments.square_size(size), "settings": set_ or [], "output": output, "resume": resume}
+    how = {
+        "size": arguments.square_size(size),
+        "settings": set_ or [],
+        "output": output,
+        "resume": resume,
+        "logger": logger,
+    }
     options: dict[str, Any] = {**built, **where, **how}
     try:
         quiet: Watch | None = print_note if as_json or not first_process() else None
