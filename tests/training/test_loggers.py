@@ -49,7 +49,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wandb_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(LinvitError, match="wandb is not installed: pip install wandb"):
-        find_logger("wandb")(RunFacts(None, {}))
+        find_logger("wandb")
 
 
 def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,14 +69,8 @@ def train(
     built |= {"task": task, "head": head, "pyramid": pyramid}
     built |= {"plan": plan or None, "options": arguments.plan_options(option, keep), "teacher": teacher or None}
     where = {"root": root, "loader": loader, "workers": workers, "device": device, "progress": progress}
-    how = {
-        "size": arguments.square_size(size),
-        "settings": set_ or [],
-        "output": output,
-        "resume": resume,
-        "logger": logger,
-    }
-    options: dict[str, Any] = {**built, **where, **how}
+    how = {"size": arguments.square_size(size), "settings": set_ or [], "output": output, "resume": resume}
+    options: dict[str, Any] = {**built, **where, **how, "logger": logger}
     try:
         quiet: Watch | None = print_note if as_json or not first_process() else None
         with screen(quiet, bar, plain) as watch, arguments.dropping(drop) as given_up:

@@ -39,6 +39,7 @@ def find_logger(named: str | Logger) -> Logger:
     if callable(named):
         return named
     if named == "wandb":
+        import_wandb()
         return to_wandb
     module, colon, name = named.partition(":")
     if not (module and colon and name):
@@ -52,12 +53,16 @@ def find_logger(named: str | Logger) -> Logger:
     return found
 
 
-def to_wandb(run: RunFacts) -> Watch:
-    """A run at Weights & Biases; its project and the rest are wandb's own environment variables to decide."""
+def import_wandb() -> Any:
     try:
-        import wandb
+        return import_module("wandb")
     except ImportError:
         raise LinvitError("wandb is not installed: pip install wandb, or leave --logger out") from None
+
+
+def to_wandb(run: RunFacts) -> Watch:
+    """A run at Weights & Biases; its project and the rest are wandb's own environment variables to decide."""
+    wandb = import_wandb()
     kept = run.folder / WANDB_ID if run.folder is not None else None
     known = kept.read_text(encoding="utf-8").strip() if run.resumed and kept is not None and kept.is_file() else ""
     identity = known or uuid.uuid4().hex[:12]
