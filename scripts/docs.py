@@ -109,19 +109,47 @@ def conversion() -> str:
         if text and (not families or families[-1][0] != text):
             families.append((text, []))
         families[-1][1].append(host)
-    rows = []
+    rows, prose = [], []
     for text, hosts in families:
         places = (re.sub(r"^timm\.(models\.)?|models\.\w+\.modeling_", "", h.original.__module__) for h in hosts)
-        names = ", ".join(f"`{place}`" for place in dict.fromkeys(places))
-        rows.append(f"| {names} | {one_line(text)} |")
-    lines = ["| modules | what is exact, what is given up |", "|---|---|", *sorted(rows)]
+        names, told = ", ".join(f"`{place}`" for place in dict.fromkeys(places)), one_line(text)
+        rows.append(f"| {names} | {exact_for(told)} | {needs_drop(told)} | {sizes(told)} |")
+        prose.append(f"- {names}: {told}")
+    lines = ["| modules | converts, exact for | others need `drop` | image sizes |", "|---|---|---|---|", *sorted(rows)]
+    lines += ["", *sorted(prose)]
     start, end = "<!-- families: written by `make docs` -->\n", "<!-- end of families -->"
     before, _, rest = GUIDE.read_text(encoding="utf-8").partition(start)
     return before + start + "\n" + "\n".join(lines) + "\n\n" + end + rest.partition(end)[2]
 
 
+def exact_for(text: str) -> str:
+    """The mechanism that a family's docstring says it has natively; where layers stay softmax, that too."""
+    native = re.search(r"(?:[Nn]ative is(?: the mechanism)?|natively with ReLU) (?:`(\w+)`|linear)", text)
+    name = (native[1] or "relu_linear") if native else "softmax"
+    stays = re.search(r"leaves it as it is|neighbours from the centre", text)
+    return f"{name}; some layers may stay" if stays else name
+
+
+def needs_drop(text: str) -> str:
+    """The features that a family's docstring says mechanisms give up."""
+    found = [name for names in re.findall(r"drop=\(([^)]*)\)", text) for name in re.findall(r"\w+", names)]
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(found)) or "–"
+
+
+def sizes(text: str) -> str:
+    """What a family's docstring says about image sizes."""
+    if re.search(r"one image size|image size the model was built for|fix(es)? the input size", text):
+        return "one"
+    if re.search(r"(CoAtNet|MaxViT) takes", text):
+        return "any (CoAtNet), multiples of the window (MaxViT)"
+    if re.search(r"its windows divide", text):
+        return "multiples of the window"
+    anything = r"[Aa]ny (?:input )?size|resized for (?:any|other input)|takes any\b|follows the image"
+    return "any" if re.search(anything, text) else "as the original"
+
+
 def one_line(text: str) -> str:
-    """A docstring for a table: paragraphs run on, an indented formula becomes code."""
+    """A docstring in one line: paragraphs run on, an indented formula becomes code."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     joined = (f"`{p.strip()}`" if p.startswith("    ") else " ".join(p.split()) for p in paragraphs)
     return re.sub(r"\|", r"\\|", " ".join(joined))
