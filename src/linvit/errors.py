@@ -25,7 +25,7 @@ class Unreadable(LinvitError):
         if len(self.files) == 1:
             return f"cannot read image {': '.join(self.files[0])}{hint}"
         lines = (f"{name}: {reason}" for name, reason in self.files)
-        return "\n  ".join([f"cannot read {len(self.files):,} images{hint}", *lines])
+        return "\n  ".join([f"cannot read {len(self.files):,} images{hint}:", *lines])
 
     def __reduce__(self) -> Any:
         return partial(type(self), hint=self.hint), self.files
