@@ -31,6 +31,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a disk that tak
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # a file system without hard links, as on some cloud drives
 
 
+def place(path: str | Path) -> Path:
+    """Where something is to be written. An empty name is a mistake, often a shell variable that is not set."""
+    if not str(path).strip():
+        raise LinvitError("an empty path names no place to write to: give one, or . for this folder")
+    return Path(path)
+
+
 @contextmanager
 def temporary(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
     """A path beside `path` to write to; when the block ends well, the file is synced and takes the place of `path`.

@@ -25,7 +25,7 @@ def eval_(
     size: arguments.Size = "",
     split: Annotated[str, typer.Option(help="train or validation (unless told); without splits also all.")] = "",
     per_class: Annotated[bool, typer.Option("--per-class", help="Print every class.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A JSON file of each image's choice.")] = None,
+    output: Annotated[Path | None, arguments.output("FILE", "A JSON file of each image's choice.")] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Images at a time; 256 to classify, 16 to detect or segment.")
     ] = None,

@@ -27,7 +27,7 @@ def plan(
     speedup: Annotated[float | None, typer.Option(min=1.0, help="The plan shall be so many times as fast.")] = None,
     budget_ms: Annotated[float | None, typer.Option(min=0.0, help="The plan shall take at most so long.")] = None,
     keep: Annotated[int | None, typer.Option(min=0, help="At least so many layers stay as they are.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="The plan, as .json.")] = None,
+    output: Annotated[Path | None, arguments.output("FILE", "The plan, as .json.")] = None,
     plot: arguments.Picture = None,
     drop: arguments.Drop = "",
     device: arguments.Device = "auto",

@@ -25,7 +25,7 @@ Watch = Callable[[dict[str, Any]], None]
 def train(
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A timm model, or a folder linvit saved.")],
     data: arguments.Data,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN_DIR", help="Where the run is kept.")],
+    output: Annotated[Path, arguments.output("RUN_DIR", "Where the run is kept.")],
     recipe: arguments.Recipe = "fast",
     task: arguments.Task = "",
     head: arguments.Head = "",

@@ -47,7 +47,7 @@ from linvit.comparison.description.task import Task
 from linvit.comparison.files import parse_object, parse_result, to_text
 from linvit.comparison.results import AnyResult, Environment, Failure, Run, Speed, SpeedIdentity
 from linvit.errors import LinvitError
-from linvit.files import clear_temporary, create, host, locked, own_prefix, process, read_json, write
+from linvit.files import clear_temporary, create, host, locked, own_prefix, place, process, read_json, write
 from linvit.measurement.record import PACKAGE, environment, hardware
 
 BEAT = 15.0  # seconds between two touches
@@ -60,7 +60,7 @@ class Store:
     """A store in a folder, which need not exist yet."""
 
     def __init__(self, folder: str | Path, *, beat: float = BEAT, stale: float = STALE) -> None:
-        self.folder = Path(folder)
+        self.folder = place(folder)
         if self.folder.is_file():
             raise LinvitError(f"{self.folder} is a file: give a folder for the store (an archive goes to --merge)")
         self.beat, self.stale = beat, stale
