@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from linvit.cli import bench, compare, convert, predict, report, show, tables, theory, train
+from linvit.cli import bench, compare, convert, export, predict, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
@@ -65,6 +65,7 @@ app.command("convert")(convert.convert)
 app.command("train")(train.train)
 app.command("eval")(eval_verb.eval_)
 app.command("predict")(predict.predict)
+app.command("export")(export.export)
 app.command("compare")(compare.compare)
 app.command("report")(report.report)
 app.add_typer(bench.app, name="bench")
