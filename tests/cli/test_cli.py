@@ -63,6 +63,10 @@ VERBS = {
         *("--dtype", "--device"),
         *("--budget", "--output", "--resume", "--from", "--json"),
     },
+    "bench edge": {
+        *("name", "--plan", "--drop", "--model-arg", "--size", "--threads", "--runtime", "--budget", "--output"),
+        *("--resume", "--from", "--plot", "--json"),
+    },
     "bench training": {
         *("model", "--data", "--plan", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader"),
         *("--loaders", "--workers", "--device", "--output", "--resume", "--from", "--json"),

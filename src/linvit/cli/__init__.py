@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from linvit.cli import bench, compare, convert, export, predict, report, show, tables, theory, train
+from linvit.cli import bench_edge, compare, convert, export, predict, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
@@ -57,7 +57,7 @@ def linvit(
     """
 
 
-# The verbs, in the order of the help. A verb with verbs of its own: app.add_typer(bench.app, name="bench").
+# The verbs, in the order of the help. A verb with verbs of its own: app.add_typer(bench_edge.app, name="bench").
 app.command("list")(list_verb.list_)
 app.command("tables")(tables.tables)
 app.command("theory")(theory.theory)
@@ -68,5 +68,5 @@ app.command("predict")(predict.predict)
 app.command("export")(export.export)
 app.command("compare")(compare.compare)
 app.command("report")(report.report)
-app.add_typer(bench.app, name="bench")
+app.add_typer(bench_edge.app, name="bench")
 app.add_typer(show.app, name="show")
