@@ -101,7 +101,7 @@ def export(
     pictures = photographs(count, None if images is None else Path(images))
     seen, second = other_sizes(twin, pixels) if dynamic else (pixels, None)
     shown = prepared(twin, pictures[: 2 if dynamic else 1], how, seen)  # a batch of one would be taken for the only one
-    made = exported_twin(twin, shown, dynamic=dynamic, fold=precision == "fp32")
+    made = exported_twin(twin, shown, dynamic=dynamic, precision=precision)
     calibration = [] if calibrate is None else photographs(CALIBRATION, Path(calibrate))
     batches = [image[None].numpy() for image in prepared(twin, calibration, how, pixels)] if calibration else []
     with hushed():

@@ -52,7 +52,7 @@ def sweep(
     done: frozenset[tuple[Any, ...]] = frozenset(),
     budget: float = 3.0,
 ) -> Iterator[dict[str, Any]]:
-    """Rows as they are measured: for each size, number of threads and runtime the original, then its converted selves."""
+    """Rows as they are measured: for each size, runtime and number of threads the original, then its twins."""
     for runtime in runtimes:
         if runtime not in PYTORCH:
             find_target(runtime).check("fp32", False)

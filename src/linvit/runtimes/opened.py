@@ -162,7 +162,7 @@ def prepare(picture: np.ndarray, how: dict[str, Any], size: tuple[int, int]) -> 
 
 
 def peak_bytes() -> int:
-    """The most memory this process ever held. Linux lets `ru_maxrss` begin with the parent's, so its own file is read."""
+    """The most memory this process ever held. On Linux `ru_maxrss` begins with the parent's, so /proc is read."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))

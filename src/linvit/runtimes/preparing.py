@@ -1,8 +1,7 @@
 """What of a model is exported: its plain formulas at one size, or for any size, traced by `torch.export`.
 
 No kernel of ours leaks into a program. On the CPU every mechanism has its reference, in the order of products that is
-cheaper at the size; for any size the linear order, since which is cheaper is a question to one size. A constant that
-only scales is folded into the weights that make the values, which is exact.
+cheaper at the size; for any size the linear order, since which is cheaper is a question to one size.
 """
 
 import copy
@@ -17,11 +16,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from linvit.attention import Constant, LinearAttention, Mechanism, Unnormalised
+from linvit.attention import Mechanism
 from linvit.conversion import resample
 from linvit.conversion.convert import own_size
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError
+from linvit.runtimes.folding import fold
 
 
 def standing_twin(model: nn.Module, size: tuple[int, int] | None, dynamic: bool) -> nn.Module:
@@ -47,61 +47,14 @@ def take_any_size(model: nn.Module) -> None:
             embed.flatten, embed.output_fmt = False, Format.NHWC
 
 
-def exported_twin(twin: nn.Module, images: Tensor, *, dynamic: bool, fold: bool) -> nn.Module:
+def exported_twin(twin: nn.Module, images: Tensor, *, dynamic: bool, precision: str) -> nn.Module:
     """The twin as it goes into the program."""
     made = copy.deepcopy(twin)
     for module in made.modules():
         if isinstance(module, Mechanism):
             module.impl = "reference" if dynamic and module.capabilities.linear else "auto"
-    if fold and not dynamic:
-        fold_scales(made, images)
+    fold(made, images, scales=precision == "fp32" and not dynamic)
     return made
-
-
-def fold_scales(model: nn.Module, images: Tensor) -> None:
-    """Put a normaliser that is a constant of this size into the rows of the packed projection that make the values.
-
-    Exact, because such a mechanism is linear in v and nothing else reads v: SteLLA's 1/(N·√d). A mechanism with a local
-    branch, or behind a projection of another layout, keeps its factor.
-    """
-    hosts = [module for module in model.modules() if isinstance(module, Host) and foldable(module)]
-    keys: dict[int, set[int]] = {id(host.mechanism): set() for host in hosts}
-
-    def note(mechanism: nn.Module, args: tuple[Any, ...], _: Any) -> None:
-        keys[id(mechanism)].add(args[1].shape[2])
-
-    hooks = [host.mechanism.register_forward_pre_hook(note, with_kwargs=True) for host in hosts]
-    try:
-        with torch.inference_mode():
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for host in hosts:
-        mechanism: Any = host.mechanism
-        if len(keys[id(mechanism)]) == 1:
-            (count,) = keys[id(mechanism)]
-            projection = host.qkv
-            rows = projection.weight.shape[0] // 3
-            factor = float(mechanism.normaliser.factor(count, rows // host.num_heads))
-            with torch.no_grad():
-                projection.weight[2 * rows :] *= factor
-                if projection.bias is not None:
-                    projection.bias[2 * rows :] *= factor
-            mechanism.normaliser = Unnormalised()
-
-
-def foldable(host: Host) -> bool:
-    mechanism: Any = host.mechanism
-    return (
-        isinstance(mechanism, LinearAttention)
-        and isinstance(mechanism.normaliser, Constant)
-        and type(mechanism).finish is Mechanism.finish
-        and type(mechanism).core is LinearAttention.core
-        and type(host).project is Host.project
-        and isinstance(getattr(host, "qkv", None), nn.Linear)
-        and getattr(host, "q_bias", None) is None
-    )
 
 
 def resampled_positions(table: Tensor, new_size: Any, old_size: Any, num_prefix_tokens: int = 1, **_: Any) -> Tensor:
