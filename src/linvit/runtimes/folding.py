@@ -5,8 +5,7 @@ but for rounding, which verification against the model itself sees to.
 - A constant that only scales goes into the weights that make the values: SteLLA's 1/(N·√d).
 - Where the attention is linear all the way, the output projection joins the state, which is small:
   phi(q) · (phi(k)ᵀ · v) · W = phi(q) · ((phi(k)ᵀ · v) · W), with a product less over the tokens.
-
-BatchNorm is folded by the converters themselves.
+- BatchNorm goes into the convolution before it.
 """
 
 from types import MethodType
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from linvit.attention import Constant, EluPlusOne, LinearAttention, Mechanism, ReLU, Sigmoid, Unnormalised
 from linvit.conversion.host import Host
@@ -25,6 +25,7 @@ PER_CHANNEL = (ReLU, EluPlusOne, Sigmoid)  # feature maps that do not ask which 
 def fold(model: nn.Module, images: Tensor, *, scales: bool) -> None:
     """Rewrite the hosts of a model at the size of these images; `scales` go into weights in full precision only, for
     half precision has too small a range for what is left of the values."""
+    fold_norms(model)
     hosts = [module for module in model.modules() if isinstance(module, Host) and packed(module)]
     keys = keys_seen(model, hosts, images) if scales else {}
     for host in hosts:
@@ -36,6 +37,15 @@ def fold(model: nn.Module, images: Tensor, *, scales: bool) -> None:
             if linear_throughout(host) and count > 2 * host.head_dim:
                 host.heads_out = nn.Buffer(host.proj.weight.detach().mT.unflatten(0, (host.num_heads, -1)).clone())
                 host.forward = MethodType(attend_and_project, host)  # type: ignore[method-assign]
+
+
+def fold_norms(model: nn.Module) -> None:
+    """timm's convolutions with a BatchNorm, and perhaps an activation in it, behind them."""
+    for module in model.modules():
+        conv, norm = getattr(module, "conv", None), getattr(module, "bn", None)
+        if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+            module.conv = fuse_conv_bn_eval(conv, norm)
+            module.bn = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
 
 
 def packed(host: Host) -> bool:

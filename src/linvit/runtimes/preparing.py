@@ -97,12 +97,11 @@ def trace(model: nn.Module, images: Tensor, *, dynamic: bool) -> ExportedProgram
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """The layers whose outputs are looked at when an export departs: attention modules and the blocks around them, the
-    stem, and what else is a child of the model."""
+    """The layers whose outputs are looked at when an export departs: blocks with attention and their parts, and the
+    parts of the model."""
     hosts = [name for name, module in model.named_modules() if isinstance(module, Host) or is_attention(module)]
-    blocks = {name.rpartition(".")[0] for name in hosts}
-    children = {name for name, _ in model.named_children()}
-    return [name for name, _ in model.named_modules() if name in {*hosts, *blocks, *children} - {""}]
+    blocks = {name.rpartition(".")[0] for name in hosts} | {""}
+    return [name for name, _ in model.named_modules() if name and (name in blocks or name.rpartition(".")[0] in blocks)]
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -110,13 +109,19 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def layer_nodes(program: ExportedProgram, layers: list[str]) -> dict[str, str]:
-    """By layer, the node of the program that computes its output: the last one traced inside it."""
+    """By layer, the node of the program that computes its output: the last one traced inside it. In the order of the
+    program, a part before what it is the last part of."""
     wanted, found = set(layers), {}
-    for node in program.graph.nodes:
+    for place, node in enumerate(program.graph.nodes):
         for name, _ in (node.meta.get("nn_module_stack") or {}).values():
             if name in wanted:
-                found[name] = node.name
-    return {name: found[name] for name in layers if name in found}
+                found[name] = (place, -name.count("."), computed(node).name)
+    return {name: found[name][2] for name in sorted(found, key=lambda name: found[name][:2])}
+
+
+def computed(node: Any) -> Any:
+    """A node, or what it hands on: dropout is in the program, but no runtime keeps it."""
+    return computed(node.args[0]) if "dropout" in str(node.target) else node
 
 
 def watch_layers(model: nn.Module, layers: list[str], images: Tensor) -> dict[str, Tensor]:
