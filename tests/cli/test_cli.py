@@ -64,8 +64,8 @@ VERBS = {
         *("--budget", "--output", "--resume", "--from", "--json"),
     },
     "bench edge": {
-        *("name", "--plan", "--drop", "--model-arg", "--size", "--threads", "--runtime", "--budget", "--output"),
-        *("--resume", "--from", "--plot", "--json"),
+        *("name", "--plan", "--option", "--keep", "--drop", "--model-arg", "--size", "--threads", "--runtime"),
+        *("--budget", "--output", "--resume", "--from", "--plot", "--json"),
     },
     "bench training": {
         *("model", "--data", "--plan", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader"),

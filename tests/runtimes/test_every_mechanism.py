@@ -11,9 +11,9 @@ from torch.export import ExportedProgram
 
 from linvit.attention import TokenGrid, list_mechanisms
 from linvit.runtimes.exporting import find_target
+from linvit.runtimes.opened import open_file
 from linvit.runtimes.photographs import photographs
 from linvit.runtimes.preparing import trace
-from linvit.runtimes.process import Process
 from linvit.runtimes.target import Job, hushed
 from linvit.runtimes.verifying import prepared, relative_rms
 from tests.attention.cases import HEAD_DIM, HEADS, Case, cases, supported
@@ -70,8 +70,7 @@ def test_matches_pytorch_on_a_photograph(to: str, programs: list[Program], tmp_p
         path = tmp_path / f"{chosen[0].name}{target.suffix}"
         with hushed():
             target.write(Job(program, path, "fp32"))
-        with Process(path) as process:
-            found = process.run(image.numpy())
+        found = open_file(str(path), 1, [], "")(image.numpy())
         for case, one, other in zip(chosen, found, wanted, strict=True):
             errors[str(case)] = relative_rms(torch.from_numpy(one), other)
     assert {name: error for name, error in errors.items() if not error < 1e-4} == {}

@@ -18,6 +18,8 @@ KIND = "bench edge"
 def edge(
     name: Annotated[str, typer.Argument(help="A timm model, such as deit_tiny_patch16_224.")] = "",
     plan: arguments.PlanTexts = "mixa,stella",
+    option: arguments.PlanOptions = None,
+    keep: arguments.Keep = None,
     drop: arguments.Drop = "",
     model_arg: arguments.ModelArg = None,
     size: arguments.Sizes = "224",
@@ -54,13 +56,15 @@ def edge(
     else:
         if not name:
             raise LinvitError("give a timm model, such as deit_tiny_patch16_224, or --from FILE")
-        plans = {text: parse_plan(text) for text in split_plans(plan)}
+        options = arguments.plan_options(option, keep)
+        plans = {text: parse_plan(text, **options) for text in split_plans(plan)}
         sizes = [arguments.image_size(part) for part in size.split(",")]
         counts, which = arguments.numbers(threads), arguments.words(runtime, latency.RUNTIMES)
         args = arguments.pairs(model_arg, "--model-arg")
         with arguments.dropping(drop) as given_up:
             versions = {package: record.package(package) for package in ("onnxruntime", "openvino", "executorch")}
             head = {"kind": KIND, "version": 1, "model": name, "args": args, "plans": list(plans), "drop": given_up}
+            head |= {"options": options} if options else {}
             file = open_result(output, resume, name, {**head, "versions": versions}, arguments.find_device("cpu"))
             swaps = {text: partial(convert, plan=chosen, drop=given_up) for text, chosen in plans.items()}
             grid: dict[str, Any] = {"sizes": sizes, "threads": counts, "runtimes": which, "args": args}
@@ -82,11 +86,24 @@ def print_edge(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         cells = [row["resolution"], row["threads"], row["runtime"], row["attention"]]
         if row["status"] != "ok":
-            made.append([*cells, row["status"], row.get("reason", ""), "", "", "", ""])
+            made.append([*cells, row["status"], row.get("reason", ""), "", "", "", "", "", ""])
             continue
         parts = [share(row), share(row, "ms")]
         shares = "" if parts[0] is None else " / ".join(f"{part:.0%}" for part in parts if part is not None)
         cells += [digits(row["ms"]["p50"]), digits(row["ms"]["p90"]), number(row.get("ratio"))]
+        cells += [digits(row["cpu_ms"]["p50"]), number(row.get("cpu_ratio"))]
         made.append([*cells, f"{row['peak_bytes'] / MEBI:,.0f}", f"{row['file_bytes'] / MEBI:.1f}", shares])
-    headings = ("pixels", "threads", "runtime", "attention", "p50, ms", "p90, ms", "ratio", "peak MiB", "file MiB")
+    headings = (
+        "pixels",
+        "threads",
+        "runtime",
+        "attention",
+        "p50, ms",
+        "p90, ms",
+        "ratio",
+        "CPU, ms",
+        "ratio ",
+        "peak MiB",
+        "file MiB",
+    )
     print_table(made, *headings, "attention's share")

@@ -2,7 +2,8 @@
 
 Each model is exported and verified as `linvit.export` does it, or saved where PyTorch itself is the runtime, and opened
 in a process of its own: what it peaks at is its own memory. The processes are asked by turns, so that whatever happens
-to the machine meantime happens to all; a ratio is the median of the ratios within a turn.
+to the machine meantime happens to all; a ratio is the median of the ratios within a turn. Beside the time stands the
+CPU's own, which on a machine that does other work too says more: with one thread it is the time on a free core.
 """
 
 import copy
@@ -32,7 +33,7 @@ RUNTIMES = (*PYTORCH, "onnx", "openvino", "executorch")
 SOFTMAX = "softmax"
 KEY = ("resolution", "threads", "runtime", "attention")
 WARM = 3  # calls before the clock starts
-LEAST, MOST = 7, 200  # turns
+LEAST, MOST = 5, 200  # turns
 VERIFIED = 2  # photographs
 
 
@@ -126,22 +127,27 @@ def time_together(
                 row |= failure(error)
         turns = by_turns([process for _, process in opened], array, budget) if opened else []
         for place, (row, process) in enumerate(opened):
-            samples = [turn[place] * 1e3 for turn in turns]
-            _, row["peak_bytes"] = process.seconds(array, 1)
-            row["ms"] = spread(samples)
+            row["peak_bytes"] = process.timed(array, 1)["peak_bytes"]
+            row["ms"], row["cpu_ms"] = (spread([turn[place][i] * 1e3 for turn in turns]) for i in (0, 1))
             if opened[0][0]["attention"] == SOFTMAX:
-                row["ratio"] = median(turn[0] / turn[place] for turn in turns)
+                row["ratio"], row["cpu_ratio"] = (median(turn[0][i] / turn[place][i] for turn in turns) for i in (0, 1))
     for row in rows:
         if row["status"] == "ok" and row["runtime"] == "eager":
             row["layers"] = layer_times(models[row["attention"]], images, row["threads"])
 
 
-def by_turns(processes: list[Process], images: Any, budget: float) -> list[list[float]]:
-    """Seconds of a call of each, turn after turn: of a short burst the best, for the first after another's is slow."""
-    once = sum(min(process.seconds(images, WARM)[0]) for process in processes) / len(processes)
+def by_turns(processes: list[Process], images: Any, budget: float) -> list[list[tuple[float, float]]]:
+    """Seconds and CPU seconds of a call of each, turn after turn: of a short burst the best, for the first after
+    another's is slow."""
+    once = sum(min(process.timed(images, WARM)["seconds"]) for process in processes) / len(processes)
     burst = 3 if once < 0.2 else 2
     count = max(LEAST, min(MOST, int(budget / (burst * once))))
-    return [[min(process.seconds(images, burst)[0][1:]) for process in processes] for _ in range(count)]
+
+    def best(process: Process) -> tuple[float, float]:
+        found = process.timed(images, burst)
+        return min(found["seconds"][1:]), min(found["cpu_seconds"][1:])
+
+    return [[best(process) for process in processes] for _ in range(count)]
 
 
 def spread(samples: list[float]) -> dict[str, float]:

@@ -19,10 +19,10 @@ def photographs(count: int, folder: Path | None = None) -> list[np.ndarray]:
 
 def ours(count: int) -> list[np.ndarray]:
     """scikit-learn's two photographs and matplotlib's, whole and then in ever smaller parts, each part another view."""
-    from matplotlib import cbook
+    from matplotlib import get_data_path
     from sklearn.datasets import load_sample_images
 
-    portrait = np.asarray(Image.open(cbook.get_sample_data("grace_hopper.jpg")).convert("RGB"))
+    portrait = open_file(Path(get_data_path(), "sample_data", "grace_hopper.jpg"))
     whole = [*load_sample_images().images, portrait]
     views = list(whole)
     parts = 2

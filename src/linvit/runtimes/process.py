@@ -49,10 +49,10 @@ class Process:
     def run(self, images: np.ndarray) -> list[np.ndarray]:
         return self.ask("run", [images])[1]
 
-    def seconds(self, images: np.ndarray, calls: int) -> tuple[list[float], int]:
-        """How long each of so many calls took, and the process's peak memory since before it opened the file."""
-        answer, _ = self.ask("time", [images], calls=calls)
-        return answer["seconds"], answer["peak_bytes"]
+    def timed(self, images: np.ndarray, calls: int) -> dict[str, Any]:
+        """Of each of so many calls the `seconds` it took and the `cpu_seconds` of all threads, and `peak_bytes`, the
+        process's peak memory since before it opened the file."""
+        return self.ask("time", [images], calls=calls)[0]
 
     def ask(self, what: str, arrays: Sequence[np.ndarray], **more: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
         packed = io.BytesIO()
