@@ -28,9 +28,10 @@ PUBLIC = {
 }
 ROOMS = {
     "attention": {
-        *("Call", "Capabilities", "Constant", "Direction", "EluPlusOne", "Feature", "Formula", "Fusion", "GridConv"),
-        *("LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "ReLU", "RowSum", "Shape", "Sigmoid", "Size"),
-        *("TokenConv", "TokenGrid", "Unnormalised", "begin_at_zero", "create_attention", "lift", "list_mechanisms"),
+        *("Call", "Capabilities", "Constant", "ConvWidth", "Count", "Direction", "EluPlusOne", "Eps", "Feature"),
+        *("Formula", "Fusion", "GridConv", "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "Number"),
+        *("Range", "ReLU", "RowSum", "Shape", "Sigmoid", "Size", "TokenConv", "TokenGrid", "Unnormalised"),
+        *("begin_at_zero", "check_options", "create_attention", "lift", "list_mechanisms"),
         *("mechanism_class", "options_of", "register", "regroup", "values_at_queries"),
     },
     "conversion": {
@@ -50,7 +51,7 @@ ROOMS = {
     "models": {"HEADS", "Backbone", "DenseModel", "FairPyramid", "list_models", "make_backbone"},
     "measurement": {"CONVENTIONS", "Macs", "count_macs", "count_parameters", "measure_macs"},
     "runtimes": {"PRECISIONS", "TARGETS", "Check", "Exported", "export"},
-    "figures": {"check_picture", "plot_edge", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
+    "figures": {"check_picture", "plot_edge", "plot_front", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
     "training": {
         *("BatchSource", "Config", "Engine", "Objective", "Outcome", "Output", "Phase", "Processes", "Stage", "Task"),
         *("close_process_group", "list_recipes", "make_processes", "override", "recipe"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linvit.attention.mechanism import Call, Mechanism, Shape, Size, TokenGrid, lift
+from linvit.attention.precision import lower
 from linvit.kernels import linear as kernel
 from linvit.kernels.fused import plain, signature_of, unserved
 from linvit.kernels.linear import Formula
@@ -171,7 +172,7 @@ class LinearAttention(Mechanism):
             signature = signature_of(q, k, v)
             impl, known, formula = self.known.get(signature, UNKNOWN)
             if impl == self.impl and (grid is known or grid is None or grid == known):
-                return kernel.op(q, k, v, None, None, formula, signature)
+                return lower(kernel.op(q, k, v, None, None, formula, signature), v.dtype)
         return super().forward(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x)
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> None:
@@ -263,5 +264,5 @@ class LinearAttention(Mechanism):
 
 def regroup(x: Tensor, heads: int) -> Tensor:
     """The same channels in another number of heads: `(batch, h, tokens, d)` to `(batch, heads, tokens, h·d/heads)`."""
-    batch, _, tokens, _ = x.shape
-    return x.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
+    batch, old, tokens, width = x.shape
+    return x.transpose(1, 2).reshape(batch, tokens, heads, old * width // heads).transpose(1, 2)

@@ -87,7 +87,8 @@ class GridConv(nn.Module):
         prefix, patches = grid.split(v)
         picture = grid.to_map(patches)
         channels = self.conv.in_channels
-        local = run(self.conv, picture.reshape(-1, channels, grid.height, grid.width))
+        pictures = batch * heads * width // channels
+        local = run(self.conv, picture.reshape(pictures, channels, grid.height, grid.width))
         local = grid.from_map(local.reshape(batch, heads * width, grid.height, grid.width), heads)
         return torch.cat((torch.zeros_like(prefix), local), dim=2) if grid.prefix else local
 
@@ -125,8 +126,6 @@ class WithLocal(Mechanism):
 
     def __init__(self, inner: Mechanism, kernel_size: int) -> None:
         self.name, self.paper = inner.name, inner.paper  # type: ignore[misc]
-        if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
-            raise LinvitError(f"local is the width of a convolution: an odd number, got {kernel_size!r}")
         super().__init__(inner.shape)
         self.require("heads", "head_dim")
         self.built_for |= inner.built_for

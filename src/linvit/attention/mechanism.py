@@ -6,57 +6,16 @@ often in a better order) and `macs`. `finish` adds an output norm, a gate or a l
 """
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from linvit.attention.precision import lift, lower, outside_autocast
+from linvit.attention.shapes import Shape, Size, TokenGrid
 from linvit.errors import LinvitError, unknown
-
-
-@dataclass(frozen=True)
-class TokenGrid:
-    """The layout of a token sequence: `prefix` tokens first, then the patches row by row."""
-
-    height: int
-    width: int
-    prefix: int = 0
-
-    def __post_init__(self) -> None:
-        if self.height < 1 or self.width < 1 or self.prefix < 0:
-            raise LinvitError(f"a token grid needs height and width of at least 1 and no negative prefix, got {self}")
-
-    @classmethod
-    def line(cls, tokens: int) -> "TokenGrid":
-        """A plain sequence, for mechanisms that do not look at the grid."""
-        return cls(1, tokens)
-
-    @property
-    def patches(self) -> int:
-        return self.height * self.width
-
-    @property
-    def tokens(self) -> int:
-        return self.prefix + self.patches
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Prefix tokens and patch tokens of `x`, whose second last axis is tokens."""
-        return x[..., : self.prefix, :], x[..., self.prefix :, :]
-
-    def to_map(self, x: Tensor) -> Tensor:
-        """Patch tokens `(batch, heads, patches, channels)` as a picture `(batch, heads · channels, height, width)`."""
-        batch, heads, _, channels = x.shape
-        return x.transpose(2, 3).reshape(batch, heads * channels, self.height, self.width)
-
-    def from_map(self, picture: Tensor, heads: int) -> Tensor:
-        """The inverse of `to_map`: `(batch, heads, patches, channels)`."""
-        return picture.reshape(picture.shape[0], heads, -1, self.patches).transpose(2, 3)
-
-    def __str__(self) -> str:
-        return f"{self.prefix} + {self.height}×{self.width}" if self.prefix else f"{self.height}×{self.width}"
 
 
 @dataclass(frozen=True)
@@ -82,46 +41,6 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a mechanism is built for. A mechanism without parameters needs none of it."""
-
-    heads: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-    dim: int | None = None  # channels of the block's input
-    grid: TokenGrid | None = None
-
-    @property
-    def values(self) -> int:
-        return self.value_dim or self.head_dim or 0
-
-    @property
-    def channels(self) -> int:
-        """Channels of the block's input; heads × head_dim unless told otherwise."""
-        return self.dim or (self.heads or 0) * (self.head_dim or 0)
-
-
-@dataclass(frozen=True)
-class Size:
-    """The size of one call, for counting."""
-
-    batch: int
-    heads: int
-    head_dim: int
-    value_dim: int
-    grid: TokenGrid
-    key_grid: TokenGrid
-
-    @property
-    def queries(self) -> int:
-        return self.grid.tokens
-
-    @property
-    def keys(self) -> int:
-        return self.key_grid.tokens
-
-
-@dataclass(frozen=True)
 class Call:
     """What comes along with q, k and v in one call."""
 
@@ -137,6 +56,14 @@ class Call:
             return per_key
         mask = self.mask[:, None, :, None]
         return torch.where(mask, per_key, torch.full((), fill, dtype=per_key.dtype, device=per_key.device))
+
+    def with_some_key(self) -> "tuple[Call, Tensor | None]":
+        """The call with all keys where a mask leaves an image none, and which images these are, `(batch, 1, 1, 1)`:
+        their output is zero, as in PyTorch's attention, and nothing divides by zero keys."""
+        if self.mask is None:
+            return self, None
+        nothing = ~self.mask.any(-1, keepdim=True)
+        return replace(self, mask=self.mask | nothing), nothing[:, :, None, None]
 
     @property
     def keys(self) -> int | Tensor:
@@ -176,10 +103,8 @@ class Mechanism(nn.Module):
         self.shape = shape
         self.built_for: set[str] = set()
         self.require(*self.needs)
-        if variant is not None and not self.variants:
-            raise LinvitError(f"{self.name} has no variants, got variant='{variant}'")
-        if variant is not None and variant not in self.variants:
-            raise unknown(f"variant of {self.name}", variant, self.variants)
+        if variant not in (None, *self.variants):
+            raise unknown(f"variant of {self.name}", str(variant), self.variants)
         self.variant = variant or (self.variants[0] if self.variants else "")
         self.impl = "auto"
         self.options: dict[str, Any] = {}  # what create_attention was given beside the shape
@@ -234,17 +159,23 @@ class Mechanism(nn.Module):
         windows of shifted images do.
         """
         call = self._check(q, k, v, grid, key_grid, mask, bias, x)
+        k, v = call.keep(k), call.keep(v)  # a weight of zero times NaN is NaN
+        call, nothing = call.with_some_key()
         with outside_autocast(q.device):
-            if self.impl != "reference":
-                out = self.fused(q, k, v, call) if self.triton or self.impl == "auto" else NO_KERNEL
-                if not isinstance(out, str):
-                    return out
-                if self.impl == "triton":
-                    raise LinvitError(f"{self.name} cannot run on the Triton kernel: {out}")
-                if not torch.compiler.is_compiling():
-                    log_reference(self.name, out)
-            lifted = lift(q), lift(k), lift(v)
-            return self.finish(self.core(*lifted, call), *lifted, call).to(v.dtype)
+            out = lower(self._attend(q, k, v, call), v.dtype)
+        return out if nothing is None else out.masked_fill(nothing, 0.0)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if self.impl != "reference":
+            out = self.fused(q, k, v, call) if self.triton or self.impl == "auto" else NO_KERNEL
+            if not isinstance(out, str):
+                return out
+            if self.impl == "triton":
+                raise LinvitError(f"{self.name} cannot run on the Triton kernel: {out}")
+            if not torch.compiler.is_compiling():
+                log_reference(self.name, out)
+        lifted = lift(q), lift(k), lift(v)
+        return self.finish(self.core(*lifted, call), *lifted, call)
 
     @torch.no_grad()
     def why_reference(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, **given: Any) -> str | None:
@@ -264,8 +195,11 @@ class Mechanism(nn.Module):
         It takes `key_grid`, `mask` and `bias` as a call does.
         """
         call = self._check(q, k, None, grid, **given)
+        k = call.keep(k)
+        call, nothing = call.with_some_key()
         with outside_autocast(q.device):
-            return self.implied_map(lift(q), lift(k), call)
+            found = self.implied_map(lift(q), lift(k), call)
+        return found if nothing is None else found.masked_fill(nothing, 0.0)
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor | None, grid: TokenGrid | None, key_grid: TokenGrid | None = None,
@@ -330,19 +264,3 @@ class Mechanism(nn.Module):
 def log_reference(name: str, why: str) -> None:
     """Once for each reason."""
     logging.getLogger("linvit").debug("%s takes the reference: %s", name, why)
-
-
-def lift(x: Tensor) -> Tensor:
-    """Half precision to float32; float32 and float64 as they are."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-# Asked once, because the compiler of torch 2.11 cannot look into the question and would break the graph at it.
-AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind))
-
-
-def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast does not reach inside: sums over tokens overflow in half precision."""
-    if device.type in AUTOCAST and (torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type)):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

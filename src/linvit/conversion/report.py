@@ -1,5 +1,6 @@
 """What a conversion did: layer by layer for the user, and in short for the saved model."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ from linvit.codec import from_plain, to_plain
 from linvit.conversion.plan import Plan
 
 if TYPE_CHECKING:
+    from linvit.conversion.planning import Study
     from linvit.conversion.sensitivity import Sensitivity
 
 
@@ -50,11 +52,23 @@ class Layer:
     after: str
     dropped: tuple[str, ...] = ()
     kept: str = ""  # why the plan's mechanism has no place here
+    linear: bool = False  # whether it was converted to a linear mechanism
+    tokens: int = 0  # of one sequence, and the MACs of a picture, where they were counted
+    macs: tuple[int, int] | None = None
+
+    @property
+    def loses(self) -> bool:
+        """Whether the layer became linear and costs more MACs than before."""
+        return self.linear and self.macs is not None and self.macs[1] > self.macs[0]
 
     def __str__(self) -> str:
-        dropped = f"  (gave up {', '.join(self.dropped)})" if self.dropped else ""
-        kept = f"  (left as it is: {self.kept})" if self.kept else ""
-        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{dropped}{kept}"
+        notes = [f"gave up {', '.join(self.dropped)}"] if self.dropped else []
+        notes += [f"left as it is: {self.kept}"] if self.kept else []
+        if self.macs is not None:
+            notes.append(f"{self.tokens} tokens, {self.macs[0] / 1e6:,.1f} → {self.macs[1] / 1e6:,.1f} MMACs")
+        notes += ["costs more than before"] if self.loses else []
+        shown = f"  ({'; '.join(notes)})" if notes else ""
+        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{shown}"
 
 
 @dataclass(frozen=True)
@@ -68,16 +82,51 @@ class Report:
     removed: tuple[str, ...] = ()
     removed_parameters: int = 0
     sensitivity: "Sensitivity | None" = None
+    study: "Study | None" = None
+    asked: tuple[str, ...] = ()  # what the user named to be dropped
 
     def __str__(self) -> str:
         changed = sum(layer.before != layer.after for layer in self.layers)
         head = (
             f"plan {self.plan}: {changed} of {len(self.layers)} layers changed, {self.new_parameters:,} new parameters"
         )
-        return "\n".join([head, *(f"  {layer}" for layer in self.layers), *([self.losses] if self.removed else [])])
+        return "\n".join([head, *(f"  {layer}" for layer in self.layers), *self.losses, *self.advice])
 
     @property
-    def losses(self) -> str:
-        """What went with dropped features, in words."""
-        tensors = f"{len(self.removed)} tensor{'s' if len(self.removed) > 1 else ''}"
-        return f"removed {self.removed_parameters:,} parameters of dropped features, in {tensors}"
+    def advice(self) -> list[str]:
+        """What to know and to do next, a line each."""
+        lines = []
+        losing = [str(layer.index) for layer in self.layers if layer.loses]
+        if losing:
+            lines.append(f"layers {', '.join(losing)} cost more MACs than before: --plan auto leaves such layers")
+        changed = [layer for layer in self.layers if layer.before != layer.after]
+        if not any(layer.linear for layer in self.layers):
+            lines.append("no layer became linear: the model keeps its cost at large sizes")
+        counted = [layer.macs for layer in self.layers if layer.macs is not None]
+        if counted:
+            before, after = (sum(column) / 1e6 for column in zip(*counted, strict=True))
+            lines.append(f"attention: {before:,.1f} → {after:,.1f} MMACs a picture")
+        if self.study is not None:
+            speedup = max((point.speedup or 1.0 for point in self.study.front), default=1.0)
+            lines.append(f"measured: {speedup:.2f}× as fast as before")
+            lines += [f"left although they are large: {line}" for line in self.study.missed()]
+        if changed:
+            lines.append("its accuracy has to be trained back: linvit train --recipe fast")
+        return lines
+
+    @property
+    def losses(self) -> list[str]:
+        """What was given up, by whom, and what went with it: a line each, none where nothing was."""
+        layers = Counter(feature for layer in self.layers for feature in layer.dropped)
+        lines = []
+        for who, named in ((f"plan {self.plan} gave up", False), ("given up as asked:", True)):
+            told = [
+                f"{feature} in {count} layer{'s' if count > 1 else ''}"
+                for feature, count in layers.items()
+                if (feature in self.asked) == named
+            ]
+            lines += [f"{who} {', '.join(told)}"] if told else []
+        if self.removed:
+            tensors = f"{len(self.removed)} tensor{'s' if len(self.removed) > 1 else ''}"
+            lines.append(f"removed {self.removed_parameters:,} parameters of dropped features, in {tensors}")
+        return lines

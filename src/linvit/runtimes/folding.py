@@ -44,8 +44,8 @@ def fold_norms(model: nn.Module) -> None:
     for module in model.modules():
         conv, norm = getattr(module, "conv", None), getattr(module, "bn", None)
         if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
-            module.conv = fuse_conv_bn_eval(conv, norm)
-            module.bn = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
+            behind = [getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)]
+            module.conv, module.bn = fuse_conv_bn_eval(conv, norm), nn.Sequential(*behind)
 
 
 def packed(host: Host) -> bool:
@@ -54,7 +54,7 @@ def packed(host: Host) -> bool:
     return linear and type(host).project is Host.project and getattr(host, "q_bias", None) is None
 
 
-def project_apart(host: Host) -> None:
+def project_apart(host: Any) -> None:
     biases = [None] * 3 if host.qkv.bias is None else host.qkv.bias.chunk(3)
     host.apart = nn.ModuleList()
     for weight, bias in zip(host.qkv.weight.chunk(3), biases, strict=True):
@@ -64,7 +64,7 @@ def project_apart(host: Host) -> None:
             linear.bias = nn.Parameter(bias.detach().clone())
         host.apart.append(linear)
     host.qkv = None
-    host.project = MethodType(project, host)  # type: ignore[method-assign]
+    host.project = MethodType(project, host)
 
 
 def project(self: Host, x: Tensor) -> tuple[Tensor, ...]:

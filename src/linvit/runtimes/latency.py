@@ -117,7 +117,9 @@ def time_together(
             try:
                 process = stack.enter_context(Process(path, threads=row["threads"], how=how))
                 found = [torch.from_numpy(part) for part in process.run(array)]
-                check = compare(answers(models[row["attention"]].eval(), images), found, tuple(images.shape[-2:]))
+                check = compare(
+                    answers(models[row["attention"]].eval(), images), found, (images.shape[2], images.shape[3])
+                )
                 right = check.relative <= TOLERANCES["fp32"]
                 row |= {"status": "ok" if right else "wrong", "error": min(check.relative, 1e30)}
                 row["file_bytes"] = sum(p.stat().st_size for p in path.iterdir()) if path.is_dir() else size_of(path)

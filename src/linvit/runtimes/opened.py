@@ -156,7 +156,7 @@ def prepare(picture: np.ndarray, how: dict[str, Any], size: tuple[int, int]) -> 
     image = image.resize((new[1], new[0]), method)
     top, left = (round((new[i] - size[i]) / 2) for i in (0, 1))
     image = image.crop((left, top, left + size[1], top + size[0]))
-    values = np.asarray(image, np.float32).reshape(size[0], size[1], -1) / np.float32(255)
+    values: np.ndarray = np.asarray(image, np.float32).reshape(size[0], size[1], -1) / np.float32(255)
     values = (values - np.asarray(how["mean"], np.float32)) / np.asarray(how["std"], np.float32)
     return np.ascontiguousarray(values.transpose(2, 0, 1))
 

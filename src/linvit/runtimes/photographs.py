@@ -3,12 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
-from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+from linvit.images import eight_bits, images_below, naming, open_image, upright
 
 
 def photographs(count: int, folder: Path | None = None) -> list[np.ndarray]:
@@ -39,15 +36,13 @@ def ours(count: int) -> list[np.ndarray]:
 def read(folder: Path, count: int) -> list[np.ndarray]:
     if not folder.is_dir():
         raise LinvitError(f"{folder} is no folder of images")
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    files = sorted(images_below(folder))
     if not files:
         raise LinvitError(f"no images in {folder}")
     count = min(count, len(files))
-    return [open_file(files[place * len(files) // count]) for place in range(count)]
+    return [open_file(Path(files[place * len(files) // count])) for place in range(count)]
 
 
 def open_file(path: Path) -> np.ndarray:
-    try:
-        return np.asarray(eight_bits(Image.open(path)).convert("RGB"))
-    except (OSError, ValueError, UnidentifiedImageError) as error:
-        raise LinvitError(f"cannot read image {path}: {error}; replace it or take it out") from None
+    with naming(str(path), "replace it or take it out"), open(path, "rb") as file:
+        return np.asarray(eight_bits(upright(open_image(file))).convert("RGB"))

@@ -43,7 +43,8 @@ def take_any_size(model: nn.Module) -> None:
                 raise LinvitError(f"{module.name} fixes the size in an exported program: leave --dynamic out")
         if isinstance(module, VisionTransformer) and not module.dynamic_img_size:
             embed: Any = module.patch_embed
-            module.dynamic_img_size, embed.strict_img_size = True, False
+            setattr(module, "dynamic_img_size", True)  # noqa: B010, timm calls it final
+            embed.strict_img_size = False
             embed.flatten, embed.output_fmt = False, Format.NHWC
 
 
