@@ -37,6 +37,7 @@ VERBS = {  # in the order of the help; `linvit.cli` has what they do
     "train": "Train, fine-tune or distil a model by a recipe.",
     "eval": "Measure what a model gets right.",
     "predict": "Tell what is on photographs.",
+    "export": "Write a model for another runtime, verified.",
     "compare": "Compare mechanisms fairly, here or on a cluster.",
     "report": "Write the report of a comparison.",
     "bench": "Measure speed and memory against softmax.",

@@ -281,7 +281,7 @@ class SAMHost(ChannelsLastHost, sam.Attention):
         bias = None
         if self.use_rel_pos and self.rel_pos_h is not None and has_logits(self.mechanism):
             bias = sam.get_decomposed_rel_pos_bias(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
-            bias = bias.unflatten(0, (len(x), self.num_heads))
+            bias = bias.unflatten(0, (x.shape[0], self.num_heads))
         if self.rope is not None:
             rotation = self._rotation(grid, q)
             q, k = apply_rot_embed_cat(q, rotation).type_as(v), apply_rot_embed_cat(k, rotation).type_as(v)
