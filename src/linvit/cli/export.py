@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 def export(
     model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help="A folder linvit saved, or a timm model.")],
     to: Annotated[str, typer.Option(help="onnx, openvino, coreml or executorch.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file; else model.… in the folder.")
-    ] = None,
+    output: Annotated[Path | None, arguments.output("FILE", "The file; else model.… in the folder.")] = None,
     size: Annotated[
         str, typer.Option(metavar="H,W", help="Height and width in pixels; the model's own unless told.")
     ] = "",
