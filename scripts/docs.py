@@ -39,9 +39,9 @@ def index(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| [{row['name']}]({row['name']}.md) | {row['paper']} | {cost} | {differs} |")
     lines += ["", "Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys,"]
     lines += [
-        "wide values and key masks, and has an implied map. Every one takes `local`, the odd width of a depthwise"
+        "wide values, key masks and rotary position, and has an implied map. Every one takes `local`, the odd width of"
     ]
-    lines += ["convolution over the grid that is added to its output, zero at first (0: none).", ""]
+    lines += ["a depthwise convolution over the grid that is added to its output, zero at first (0: none).", ""]
     return "\n".join(lines)
 
 

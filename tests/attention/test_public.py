@@ -14,7 +14,7 @@ from linvit.attention.mechanism import log_reference
 CLASSES = {
     *("Call", "Capabilities", "Mechanism", "Shape", "Size", "TokenGrid", "LinearAttention", "Fusion", "Formula"),
     *("Feature", "Direction", "EluPlusOne", "ReLU", "Sigmoid", "Normaliser", "Constant", "RowSum", "Unnormalised"),
-    *("GridConv", "NormShortcut", "TokenConv"),
+    *("GridConv", "NormShortcut", "Rotary", "TokenConv"),
 }
 FUNCTIONS = {
     *("create_attention", "list_mechanisms", "mechanism_class", "options_of", "register"),

@@ -26,12 +26,13 @@ from linvit.attention.linear import (
 )
 from linvit.attention.local import GridConv, NormShortcut, TokenConv, WithLocal, begin_at_zero, values_at_queries
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift
+from linvit.attention.rotary import Rotary
 from linvit.errors import LinvitError, unknown
 
 __all__ = [
     "Call", "Capabilities", "Constant", "Direction", "EluPlusOne", "Feature", "Formula", "Fusion", "GridConv",
-    "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "ReLU", "RowSum", "Shape", "Sigmoid", "Size",
-    "TokenConv", "TokenGrid", "Unnormalised", "begin_at_zero", "create_attention", "lift", "list_mechanisms",
+    "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "ReLU", "Rotary", "RowSum", "Shape", "Sigmoid",
+    "Size", "TokenConv", "TokenGrid", "Unnormalised", "begin_at_zero", "create_attention", "lift", "list_mechanisms",
     "mechanism_class", "options_of", "register", "regroup", "values_at_queries",
 ]  # fmt: skip
 
@@ -75,7 +76,7 @@ def options_of(name: str) -> dict[str, Any]:
                     options[parameter.name] = parameter.default
     if not mechanism_class(name).variants:
         options.pop("variant", None)
-    return {**options, LOCAL: 0}
+    return {**options, **mechanism_class(name).shared, LOCAL: 0}
 
 
 def create_attention(
@@ -91,8 +92,10 @@ def create_attention(
     for option in options:
         if option not in known:
             raise unknown(f"option of {name}", option, known)
-    own = {option: value for option, value in options.items() if option != LOCAL}
+    shared = {option: value for option, value in options.items() if option in cls.shared}
+    own = {option: value for option, value in options.items() if option != LOCAL and option not in shared}
     mechanism = cls(Shape(heads, head_dim, value_dim, dim, grid), **own)
+    mechanism.share(**shared)
     if options.get(LOCAL):
         mechanism = WithLocal(mechanism, options[LOCAL])
     mechanism.impl, mechanism.options = impl, options

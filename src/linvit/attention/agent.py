@@ -24,7 +24,7 @@ from linvit.errors import LinvitError
 
 @register("agent", paper="Agent Attention")
 class Agent(Mechanism):
-    capabilities = Capabilities(grid=True, equivariant=False, rotary=True)
+    capabilities = Capabilities(grid=True, equivariant=False, rotary="products")
     needs = ("heads", "head_dim", "grid")
     builds_on_grid = True
     examples = ({"agents": 2}, {"agents": (2, 3)})

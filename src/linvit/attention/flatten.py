@@ -24,7 +24,7 @@ from linvit.attention.qt import KeyPosition
 
 @register("focused", paper="FLatten Transformer")
 class Focused(LinearAttention):
-    capabilities = Capabilities(grid=True, equivariant=False)
+    capabilities = Capabilities(grid=True, equivariant=False, rotary="features")
     needs = ("heads", "head_dim", "grid")
     builds_on_grid = True
 

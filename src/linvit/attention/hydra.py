@@ -18,6 +18,7 @@ from linvit.attention import Call, Capabilities, LinearAttention, Shape, Size, U
 @register("hydra", paper="Hydra Attention")
 class Hydra(LinearAttention):
     capabilities = Capabilities(normalised=False, wide_values=False)
+    shared = {"centre": False}
     normaliser = Unnormalised()
 
     def __init__(self, shape: Shape, *, eps: float = 1e-6) -> None:

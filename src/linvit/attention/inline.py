@@ -46,7 +46,7 @@ class InLine(LinearAttention):
         if channels % heads:
             raise LinvitError(f"inline groups the block's {channels} channels by {heads} heads, which do not divide")
         self.phi = KERNELS[kernel]
-        self.capabilities = replace(self.capabilities, rotary=kernel == "identity")
+        self.capabilities = replace(self.capabilities, rotary="products" if kernel == "identity" else "features")
         self.residual = nn.Sequential(
             nn.Conv2d(channels, channels, 1, groups=heads),
             nn.GELU(),

@@ -135,6 +135,9 @@ class WithLocal(Mechanism):
         self.conv = GridConv((inner.shape.heads or 1) * inner.shape.values, kernel_size, bias=False)
         nn.init.zeros_(self.conv.conv.weight)
 
+    def enter(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
+        return self.inner.enter(q, k, call)
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "impl" and "inner" in self._modules:

@@ -7,56 +7,22 @@ often in a better order) and `macs`. `finish` adds an output norm, a gate or a l
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from linvit.attention.grid import TokenGrid
+from linvit.attention.rotary import Rotary
 from linvit.errors import LinvitError, unknown
 
-
-@dataclass(frozen=True)
-class TokenGrid:
-    """The layout of a token sequence: `prefix` tokens first, then the patches row by row."""
-
-    height: int
-    width: int
-    prefix: int = 0
-
-    def __post_init__(self) -> None:
-        if self.height < 1 or self.width < 1 or self.prefix < 0:
-            raise LinvitError(f"a token grid needs height and width of at least 1 and no negative prefix, got {self}")
-
-    @classmethod
-    def line(cls, tokens: int) -> "TokenGrid":
-        """A plain sequence, for mechanisms that do not look at the grid."""
-        return cls(1, tokens)
-
-    @property
-    def patches(self) -> int:
-        return self.height * self.width
-
-    @property
-    def tokens(self) -> int:
-        return self.prefix + self.patches
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Prefix tokens and patch tokens of `x`, whose second last axis is tokens."""
-        return x[..., : self.prefix, :], x[..., self.prefix :, :]
-
-    def to_map(self, x: Tensor) -> Tensor:
-        """Patch tokens `(batch, heads, patches, channels)` as a picture `(batch, heads · channels, height, width)`."""
-        batch, heads, _, channels = x.shape
-        return x.transpose(2, 3).reshape(batch, heads * channels, self.height, self.width)
-
-    def from_map(self, picture: Tensor, heads: int) -> Tensor:
-        """The inverse of `to_map`: `(batch, heads, patches, channels)`."""
-        return picture.reshape(picture.shape[0], heads, -1, self.patches).transpose(2, 3)
-
-    def __str__(self) -> str:
-        return f"{self.prefix} + {self.height}×{self.width}" if self.prefix else f"{self.height}×{self.width}"
+ROTARY = {
+    "products": "turns q and k, and knows them by their products and norms: position stays relative",
+    "features": "turns their features, not their normaliser: position stays relative",
+    "before": "turns q and k before a feature map, which sees positions, but not as relative ones",
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +37,7 @@ class Capabilities:
     key_mask: bool = True  # a boolean key mask drops padded tokens
     prefix: bool = True  # class and register tokens may come first
     bias: bool = False  # an additive bias on the logits (relative position, shift mask)
-    rotary: bool = False  # depends on q and k by their products and norms, so rotary position stays relative
+    rotary: str = ""  # one of ROTARY: how rotary position is taken; without, it is refused
     grid: bool = False  # needs to know the token grid
     input: bool = False  # needs the block's input `x` beside q, k and v
     map: bool = True  # has an implied N×N map
@@ -129,6 +95,7 @@ class Call:
     mask: Tensor | None = None  # (batch, keys), true for the keys that take part
     bias: Tensor | None = None  # see `Mechanism.forward`
     x: Tensor | None = None
+    rotary: Rotary | None = None
 
     def keep(self, per_key: Tensor, fill: float = 0.0) -> Tensor:
         """`per_key`, `(batch, heads, keys, …)`, with the masked keys filled."""
@@ -136,6 +103,10 @@ class Call:
             return per_key
         mask = self.mask[:, None, :, None]
         return torch.where(mask, per_key, torch.full((), fill, dtype=per_key.dtype, device=per_key.device))
+
+    def turn(self, phi: Tensor) -> Tensor:
+        """Features with their rotary position, if there is any."""
+        return phi if self.rotary is None else self.rotary.features(phi)
 
     @property
     def keys(self) -> int | Tensor:
@@ -167,6 +138,7 @@ class Mechanism(nn.Module):
     needs: ClassVar[tuple[str, ...]] = ()  # fields of Shape that must be given
     builds_on_grid: ClassVar[bool] = False  # has parameters laid out for the grid it is built for
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets the registry-wide tests run over
+    shared: ClassVar[dict[str, Any]] = {}  # options of a whole family, with their defaults, for `share`
     capabilities: Capabilities = Capabilities()
     triton: bool = False  # `fused` may run a Triton kernel, and is then tried for impl="triton" too
 
@@ -189,6 +161,15 @@ class Mechanism(nn.Module):
         if missing:
             raise LinvitError(f"{self.name} has parameters: give {', '.join(f'{m}=' for m in missing)}")
         self.built_for.update(needed)
+
+    def share(self, **options: Any) -> None:
+        """Take the options of the family, after building."""
+
+    def enter(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
+        """What happens to q and k before anything else: rotary position turns them, unless it is to turn features."""
+        if call.rotary is None or self.capabilities.rotary == "features":
+            return q, k, call
+        return call.rotary(q), call.rotary(k), replace(call, rotary=None)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The plain PyTorch reference of the part that is linear in v, in float32 or float64."""
@@ -224,16 +205,17 @@ class Mechanism(nn.Module):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, *, key_grid: TokenGrid | None = None,
-        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None,
+        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None, rotary: Rotary | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend: q, k, v are `(batch, heads, tokens, head_dim)` in any strides, the output like v at q's tokens.
 
         `mask`, boolean `(batch, keys)`, is true for the keys that take part. `bias` is added to the logits: what
         `(batch, heads, queries, keys)` can be made of by repeating, be it a few images that come again and again, as
-        windows of shifted images do.
+        windows of shifted images do. `rotary` turns q and k, or their features.
         """
-        call = self._check(q, k, v, grid, key_grid, mask, bias, x)
+        call = self._check(q, k, v, grid, key_grid, mask, bias, x, rotary)
         with outside_autocast(q.device):
+            q, k, call = self.enter(q, k, call)
             if self.impl != "reference":
                 out = self.fused(q, k, v, call) if self.triton or self.impl == "auto" else NO_KERNEL
                 if not isinstance(out, str):
@@ -254,21 +236,23 @@ class Mechanism(nn.Module):
         """
         call = self._check(q, k, v, grid, **given)
         with outside_autocast(q.device):
+            q, k, call = self.enter(q, k, call)
             out = self.fused(q, k, v, call)
         return out if isinstance(out, str) else None
 
     def map(self, q: Tensor, k: Tensor, grid: TokenGrid | None = None, **given: Any) -> Tensor:
         """The implied map of the linear core, before any output norm and local branch: for pictures and tests.
 
-        It takes `key_grid`, `mask` and `bias` as a call does.
+        It takes `key_grid`, `mask`, `bias` and `rotary` as a call does.
         """
         call = self._check(q, k, None, grid, **given)
         with outside_autocast(q.device):
+            q, k, call = self.enter(q, k, call)
             return self.implied_map(lift(q), lift(k), call)
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor | None, grid: TokenGrid | None, key_grid: TokenGrid | None = None,
-        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None,
+        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None, rotary: Rotary | None = None,
     ) -> Call:  # fmt: skip
         can = self.capabilities
         for_map, v = v is None, k if v is None else v
@@ -322,7 +306,11 @@ class Mechanism(nn.Module):
                 raise LinvitError(f"a bias of {tuple(bias.shape)} does not fit logits of {whole}")
         if can.input and x is None and not for_map:
             raise LinvitError(f"{self.name} reads the block's input: give x=(batch, tokens, channels)")
-        return Call(grid, key_grid, mask, bias, x)
+        if rotary is not None:
+            if not can.rotary:
+                raise LinvitError(f"{self.name} cannot honour rotary position: it does not stay relative there")
+            rotary.check(q, k)
+        return Call(grid, key_grid, mask, bias, x, rotary)
 
 
 @lru_cache(maxsize=1024)

@@ -31,7 +31,18 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from linvit.attention import Call, Formula, LinearAttention, RowSum, Shape, Size, Unnormalised, register, regroup
+from linvit.attention import (
+    Call,
+    Capabilities,
+    Formula,
+    LinearAttention,
+    RowSum,
+    Shape,
+    Size,
+    Unnormalised,
+    register,
+    regroup,
+)
 from linvit.attention.flow import conserved_flows
 from linvit.attention.local import run
 from linvit.errors import LinvitError, unknown
@@ -43,6 +54,8 @@ GATES = ("se", "glu")
 
 @register("mobile", paper="Mobile-Attention")
 class Mobile(LinearAttention):
+    capabilities = Capabilities()  # no rotary position: its small heads cut through the pairs of channels
+    shared = {"centre": False}
     variants = ("poster", "released")
     examples = (
         *({"small_head_dim": small} for small in (2, 4, None)),

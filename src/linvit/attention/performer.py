@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from linvit.attention import Call, LinearAttention, RowSum, Shape, Size, register
+from linvit.attention import Call, Capabilities, LinearAttention, RowSum, Shape, Size, register
 
 
 @register("performer", paper="Performer; Fair Comparison (PA)")
@@ -32,6 +32,8 @@ class Performer(LinearAttention):
 
     variants = ("favor", "fair")
     needs = ("heads", "head_dim")
+    capabilities = Capabilities()  # its features belong to no channels that rotary position could turn
+    shared = {"centre": False}
     projection: Tensor
 
     def __init__(

@@ -25,7 +25,7 @@ from linvit.errors import LinvitError
 
 @register("window", paper="Swin Transformer; Fair Comparison (Swin)")
 class Window(Mechanism):
-    capabilities = Capabilities(grid=True, equivariant=False, unequal=False, rotary=True)
+    capabilities = Capabilities(grid=True, equivariant=False, unequal=False, rotary="products")
     examples = ({"window": 2}, {"window": (2, 3), "shift": True}, {"window": 3, "shift": 2, "bias": True})
 
     def __init__(
