@@ -107,7 +107,7 @@ def test_core_is_the_map_times_v(case: Case, key_grid: TokenGrid | None) -> None
         return
     implied = mechanism.map(q, k, grid, key_grid=key_grid)
     assert implied.shape[0] == 2 and implied.shape[2:] == (q.shape[2], k.shape[2])
-    context = Call(grid, key_grid or grid)
+    q, k, context = mechanism.enter(q, k, Call(grid, key_grid or grid))
     core = mechanism.core(q, k, v, context) - mechanism.core(q, k, torch.zeros_like(v), context)
     expected = regroup(implied @ regroup(v, implied.shape[1]), 2)
     assert relative_rms(core, expected) < 1e-9

@@ -42,7 +42,7 @@ def test_capabilities_in_json(linvit: Callable[..., Outcome]) -> None:
         "name": "stella",
         "paper": "MixA",
         "variants": [],
-        "options": {"rotary": "after", "centre": False, "local": 0},
+        "options": {"rotary": "after", "centre": False, "local": 0, "dynamic": 0},
         "capabilities": rows["stella"]["capabilities"],
     }
     assert rows["stella"]["capabilities"]["linear"] is True

@@ -46,7 +46,7 @@ def image(size: int = 64) -> Tensor:
 
 @every
 def test_converts_without_giving_rotary_position_up(name: str) -> None:
-    for plan in ("relu_linear", "elu_linear", "stella", "qt", "castling"):
+    for plan in ("relu_linear", "elu_linear", "stella", "qt", "castling", "pola"):
         model = build(name)
         report = convert(model, plan)
         assert all(layer.after.startswith(plan) and not layer.dropped for layer in report.layers)

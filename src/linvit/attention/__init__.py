@@ -24,7 +24,15 @@ from linvit.attention.linear import (
     Unnormalised,
     regroup,
 )
-from linvit.attention.local import GridConv, NormShortcut, TokenConv, WithLocal, begin_at_zero, values_at_queries
+from linvit.attention.local import (
+    GridConv,
+    NormShortcut,
+    TokenConv,
+    WithDynamic,
+    WithLocal,
+    begin_at_zero,
+    values_at_queries,
+)
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift
 from linvit.attention.rotary import Rotary
 from linvit.errors import LinvitError, unknown
@@ -37,7 +45,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MECHANISMS: dict[str, type[Mechanism]] = {}
-LOCAL = "local"  # the option that every mechanism takes
+BRANCHES: dict[str, type[WithLocal]] = {"local": WithLocal, "dynamic": WithDynamic}  # options of every mechanism
 IMPLEMENTATIONS = ("auto", "triton", "reference")
 
 
@@ -76,7 +84,7 @@ def options_of(name: str) -> dict[str, Any]:
                     options[parameter.name] = parameter.default
     if not mechanism_class(name).variants:
         options.pop("variant", None)
-    return {**options, **mechanism_class(name).shared, LOCAL: 0}
+    return {**options, **mechanism_class(name).shared, **dict.fromkeys(BRANCHES, 0)}
 
 
 def create_attention(
@@ -84,7 +92,8 @@ def create_attention(
     dim: int | None = None, grid: TokenGrid | None = None, impl: str = "auto", **options: Any,
 ) -> Mechanism:  # fmt: skip
     """Build a mechanism by name. Those with parameters of their own need the shape they are built for. Beside its own
-    options, every mechanism takes `local`, the width of a convolution of the values that is added to its output."""
+    options, every mechanism takes `local`, the width of a convolution of the values that is added to its output, and
+    `dynamic`, the width of one whose filters are made from each image."""
     cls = mechanism_class(name)
     if impl not in IMPLEMENTATIONS:
         raise unknown("implementation", impl, IMPLEMENTATIONS)
@@ -93,11 +102,12 @@ def create_attention(
         if option not in known:
             raise unknown(f"option of {name}", option, known)
     shared = {option: value for option, value in options.items() if option in cls.shared}
-    own = {option: value for option, value in options.items() if option != LOCAL and option not in shared}
+    own = {option: value for option, value in options.items() if option not in BRANCHES and option not in shared}
     mechanism = cls(Shape(heads, head_dim, value_dim, dim, grid), **own)
     mechanism.share(**shared)
-    if options.get(LOCAL):
-        mechanism = WithLocal(mechanism, options[LOCAL])
+    for option, branch in BRANCHES.items():
+        if options.get(option):
+            mechanism = branch(mechanism, options[option])
     mechanism.impl, mechanism.options = impl, options
     return mechanism
 

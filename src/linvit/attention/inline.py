@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Constant, LinearAttention, Shape, Size, register, values_at_queries
-from linvit.attention.local import run
+from linvit.attention.local import filter_each, run
 from linvit.errors import LinvitError, unknown
 
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -63,13 +63,8 @@ class InLine(LinearAttention):
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         assert call.x is not None
-        grid, (batch, heads) = call.grid, v.shape[:2]
-        _, patches = grid.split(values_at_queries(call.keep(v), call))
-        kernel = run(self.residual, call.mean(call.x.to(out.dtype))[:, :, None, None])
-        picture = grid.to_map(patches).reshape(1, -1, grid.height, grid.width)
-        local = F.conv2d(picture, kernel.reshape(-1, 1, 3, 3), padding=1, groups=picture.shape[1])
-        local = grid.from_map(local.reshape(batch, -1, grid.height, grid.width), heads)
-        return out + F.pad(local, (0, 0, grid.prefix, 0))
+        kernels = run(self.residual, call.mean(call.x.to(out.dtype))[:, :, None, None]).reshape(len(v), -1, 3, 3)
+        return out + filter_each(values_at_queries(call.keep(v), call), kernels, call.grid)
 
     def macs(self, size: Size) -> int:
         inputs, outputs = self.shape.channels, size.heads * size.value_dim

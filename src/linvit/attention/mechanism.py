@@ -118,6 +118,12 @@ class Call:
         """The mask as the queries' too, for sums over queries: on one grid a padded key is a padded query."""
         return self.mask if self.grid == self.key_grid else None
 
+    def mean_query(self, per_query: Tensor) -> Tensor:
+        """The mean of `(batch, heads, queries, …)` over the queries that are not padding, their axis kept."""
+        if self.query_mask is None:
+            return per_query.mean(-2, keepdim=True)
+        return self.keep(per_query).sum(-2, keepdim=True) / self.keys
+
     def mean(self, per_query: Tensor) -> Tensor:
         """The mean of `(batch, queries, channels)` over the queries that are not padding."""
         if self.query_mask is None:

@@ -66,5 +66,7 @@ class Rotary:
         copies = phi.shape[-1] // self.head_dim
         own, constant = phi[..., : copies * self.head_dim], phi[..., copies * self.head_dim :]
         cos, sin = (torch.cat([angle] * copies, dim=-1) for angle in (self.cos, self.sin))
+        if cos.ndim > 2 and 1 < cos.shape[-3] < phi.shape[1]:  # angles of each head, which is cut into several
+            cos, sin = (angle.repeat_interleave(phi.shape[1] // cos.shape[-3], dim=-3) for angle in (cos, sin))
         turned = Rotary(cos, sin, self.blocks * copies)(own)
         return torch.cat((turned, constant), dim=-1) if constant.shape[-1] else turned
