@@ -27,8 +27,8 @@ wide values, key masks and rotary position, and has an implied map.
 
 Every one takes `local`, the odd width of a depthwise convolution over the grid that is added to its output, and
 `dynamic`, the width of one whose filters an MLP makes from each image's mean values, as JetViT's. Both are zero at
-first (0: none). Those with a feature map also take `centre`, which subtracts the mean of the keys from each before the map:
-softmax does not see what all keys share, so its weights lose nothing by it. Those whose features are rotated take
+first (0: none). Those with a feature map also take `centre`, which subtracts the mean of the keys from each before the
+map: softmax does not see what all keys share, so its weights lose nothing by it. Those whose features are rotated take
 `rotary="before"`, which rotates q and k instead and sees absolute positions."""
 
 
