@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 import linvit
 from linvit.cli.output import console, table
+from linvit.clock import Timing
 from linvit.errors import LinvitError
 from linvit.files import write_json
-from linvit.measurement.clock import Timing
 from linvit.measurement.record import cpu, environment
 from linvit.measurement.speed import relative_rms
 from scripts.demo.screen import Screen

@@ -18,7 +18,7 @@ SMALL = ["--batch", "1", "--heads", "2", "--head-dim", "8", "--budget", "0.005",
 
 @pytest.fixture(autouse=True)
 def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linvit.measurement.clock.copy_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr("linvit.clock.copy_bandwidth", lambda device: 1e10)
 
 
 def test_op_writes_a_result_and_prints_a_table(linvit: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from linvit.comparison.scheduling.execution.running import execute
 from linvit.comparison.scheduling.execution.sharing import Shared
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from tests.comparison.dense_sets import NAMES, write_boxes, write_masks
 from tests.comparison.tasks import runs_of, speeds_of, without_timings
 from tests.comparison.test_running import run_and_die
+from tests.dense_shapes import NAMES, write_boxes, write_masks
 
 PLAIN = "vit_tiny_patch16_224"
 TRUNK: dict[str, Any] = {"img_size": 64, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}

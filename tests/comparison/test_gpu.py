@@ -10,12 +10,12 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from linvit import clock
 from linvit.comparison.scheduling.execution import running
 from linvit.comparison.scheduling.execution.measuring import measure_speed
 from linvit.comparison.scheduling.execution.running import execute
 from linvit.comparison.scheduling.execution.sharing import Shared
 from linvit.comparison.scheduling.store import Store
-from linvit.measurement import clock
 from tests.comparison.small import tasks
 from tests.comparison.tasks import without_timings
 

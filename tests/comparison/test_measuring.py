@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from linvit import clock
 from linvit.codec import to_plain
 from linvit.comparison.description.task import Task
 from linvit.comparison.results import SOFTMAX, SpeedPoint, Structure
@@ -15,7 +16,6 @@ from linvit.comparison.scheduling.execution.measuring import Contender, devices_
 from linvit.comparison.scheduling.execution.running import execute
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from linvit.measurement import clock
 from tests.comparison.small import FAIR, tasks
 from tests.comparison.tasks import without_timings
 

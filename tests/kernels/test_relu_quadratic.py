@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.attention import create_attention
+from linvit.clock import peak_memory
 from linvit.errors import LinvitError
 from linvit.kernels import relu_quadratic as launch
 from linvit.kernels.relu_quadratic import Options, on_cpu, relu_quadratic, why_not, why_not_bias
 from linvit.kernels.relu_quadratic import cpu as on_tiles
-from linvit.measurement.clock import peak_memory
 from tests.kernels.conftest import ON_GPU
 
 # Relative RMS of output and gradients; the interpreter cuts float32 to bfloat16 where the GPU rounds.

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from linvit import clock
 from linvit.errors import LinvitError
-from linvit.measurement import clock, record, speed
+from linvit.measurement import record, speed
 from linvit.measurement.model_speed import compare_models
 from linvit.measurement.speed import compare_op
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from linvit.attention.grid import TokenGrid
 from linvit.attention.rotary import Rotary
+from linvit.attention.shapes import Shape, Size, TokenGrid
 from linvit.errors import LinvitError, unknown
 
 ROTARY = {
@@ -44,46 +44,6 @@ class Capabilities:
     equivariant: bool = True  # permuting the tokens permutes the output
     value: bool = True  # reads v at all
     between: bool = False  # adds a block-level step between attention and MLP
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a mechanism is built for. A mechanism without parameters needs none of it."""
-
-    heads: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-    dim: int | None = None  # channels of the block's input
-    grid: TokenGrid | None = None
-
-    @property
-    def values(self) -> int:
-        return self.value_dim or self.head_dim or 0
-
-    @property
-    def channels(self) -> int:
-        """Channels of the block's input; heads × head_dim unless told otherwise."""
-        return self.dim or (self.heads or 0) * (self.head_dim or 0)
-
-
-@dataclass(frozen=True)
-class Size:
-    """The size of one call, for counting."""
-
-    batch: int
-    heads: int
-    head_dim: int
-    value_dim: int
-    grid: TokenGrid
-    key_grid: TokenGrid
-
-    @property
-    def queries(self) -> int:
-        return self.grid.tokens
-
-    @property
-    def keys(self) -> int:
-        return self.key_grid.tokens
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linvit.attention.grid import TokenGrid
+from linvit.attention.shapes import TokenGrid
 from linvit.errors import LinvitError
 
 

@@ -59,9 +59,10 @@ def op(
     \b
     Example: linvit bench op --mechanism stella --batch 64 --heads 6 --tokens 196,784 --plot speed.png
     """
+    from linvit import clock
     from linvit.cli.bench_output import print_op
     from linvit.figures import check_picture, plot_op
-    from linvit.measurement import clock, record, speed
+    from linvit.measurement import record, speed
 
     if plot is not None:
         check_picture(plot)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as trees
 
+from linvit import clock
 from linvit.attention import Mechanism
 from linvit.conversion import find_hosts, open_model
 from linvit.errors import LinvitError, unknown
-from linvit.measurement import clock
 from linvit.measurement.dense_macs import macs_of_parts
 from linvit.measurement.model_speed import PASSES, TOLERANCES, key
 from linvit.measurement.speed import DTYPES, failure, relative_rms

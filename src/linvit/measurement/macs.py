@@ -10,7 +10,6 @@ the same. Two conventions:
             normalises, 4 without an affine map. The Fair Comparison's table counts so, with BatchNorm in training mode.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from linvit.attention import Mechanism, Size, TokenGrid
+from linvit.attention import Mechanism, Size
 from linvit.errors import LinvitError, unknown
 
 CONVENTIONS = ("macs", "fvcore")
@@ -113,7 +112,7 @@ class Ledger(TorchDispatchMode):
             self.depth -= 1
             if not self.depth:
                 self.replaced += self.products
-                self.attention += module.macs(size_of_call(args, kwargs))
+                self.attention += module.macs(Size.of(*args, **kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "_overloadpacket", func)
@@ -145,16 +144,6 @@ def vector_flops(*shapes: Sequence[int], **kwargs: Any) -> int:
 
 # which torch's own counter passes over
 VECTOR_PRODUCTS: dict[Any, Any] = dict.fromkeys((aten.mv, aten.dot, aten.vdot, aten.addmv), vector_flops)
-
-
-def size_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Size:
-    """The size of one call of a mechanism, from the arguments it was called with."""
-    given = inspect.signature(Mechanism.forward).bind(None, *args, **kwargs).arguments
-    q: Tensor = given["q"]
-    k: Tensor = given["k"]
-    grid = given.get("grid") or TokenGrid.line(q.shape[2])
-    key_grid = given.get("key_grid") or (grid if k.shape[2] == q.shape[2] else TokenGrid.line(k.shape[2]))
-    return Size(q.shape[0], q.shape[1], q.shape[3], given["v"].shape[3], grid, key_grid)
 
 
 @contextmanager

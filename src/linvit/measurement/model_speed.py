@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linvit import clock
 from linvit.attention import Mechanism
 from linvit.errors import LinvitError, unknown
-from linvit.measurement import clock
 from linvit.measurement.speed import DTYPES, failure, relative_rms
 
 PASSES = ("inference", "training")

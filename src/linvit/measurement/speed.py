@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linvit import clock
 from linvit.attention import Mechanism, TokenGrid, create_attention
 from linvit.errors import LinvitError, unknown
-from linvit.measurement import clock
 
 OTHERS = ("sdpa", "reference", "compiled")
 IMPLEMENTATIONS = ("ours", *OTHERS)

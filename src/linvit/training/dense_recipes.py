@@ -96,7 +96,7 @@ def finetune(model: str = "") -> Config:
 
 
 def fast(model: str = "") -> Config:
-    """Ours: a trained detector or segmenter whose trunk was converted gets its accuracy back, most of it without labels.
+    """Ours: a trained detector or segmenter with a converted trunk gets its accuracy back, most of it without labels.
 
     Every converted layer learns to do what its original did, the linear maps behind them are solved by least squares,
     and the maps that the head reads are aligned with the original's; so far no label is read, and the head stays as it

@@ -11,6 +11,7 @@ from statistics import median
 
 import torch
 
+from linvit.clock import by_turns
 from linvit.comparison.description.building import build_model
 from linvit.comparison.description.task import DataDescription, Task
 from linvit.comparison.results import SOFTMAX, ModelFacts, Run, Structure, TrainingIdentity
@@ -18,7 +19,6 @@ from linvit.comparison.scheduling.execution.passes import training_pass
 from linvit.comparison.scheduling.execution.running import facts, fixed_threads, threads
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from linvit.measurement.clock import by_turns
 from linvit.measurement.record import hardware
 from linvit.training import Config
 

@@ -26,8 +26,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from linvit.clock import Timing, synchronise
 from linvit.errors import LinvitError
-from linvit.measurement.clock import Timing, synchronise
 from linvit.measurement.model_speed import TOLERANCES, exact_logits
 from linvit.measurement.speed import relative_rms
 from linvit.tasks.classify.decoding import decodes_jpegs

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torch.utils import _pytree as trees
 
-from linvit.measurement.clock import recording
+from linvit.clock import recording
 from linvit.training.config import Config, Stage
 from linvit.training.contract import Batch, Objective
 from linvit.training.processes import Processes

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from linvit import clock
 from linvit.codec import to_plain
 from linvit.comparison.description.building import build_model
 from linvit.comparison.results import (
@@ -31,7 +32,6 @@ from linvit.comparison.scheduling.execution.passes import Call, inference_pass, 
 from linvit.conversion import find_hosts
 from linvit.conversion.host import Host
 from linvit.errors import LinvitError
-from linvit.measurement import clock
 from linvit.measurement.record import environment
 from linvit.measurement.speed import failure
 from linvit.models.dense import DenseModel

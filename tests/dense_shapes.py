@@ -50,8 +50,10 @@ def write_boxes(folder: Path, train: int = 12, validation: int = 6) -> Path:
             Image.fromarray(pixels).save(folder / split / f"{index}.png")
             images.append({"id": index, "file_name": f"{index}.png", "height": SIZE, "width": SIZE})
             for label, box in objects:
+                left, top, width, height = box
                 about = {"id": len(annotations) + 1, "image_id": index, "category_id": label, "bbox": box}
-                annotations.append({**about, "area": box[2] * box[3], "iscrowd": 0})
+                corners = [left, top, left + width, top, left + width, top + height, left, top + height]
+                annotations.append({**about, "area": width * height, "iscrowd": 0, "segmentation": [corners]})
         categories = [{"id": label, "name": name} for label, name in enumerate(NAMES[1:])]
         (folder / "annotations").mkdir(exist_ok=True)
         told = {"images": images, "annotations": annotations, "categories": categories}

@@ -1,6 +1,7 @@
-"""The layout of tokens."""
+"""The shapes of attention: the grid that tokens lie on, what a mechanism is built for, and the size of one call."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -47,3 +48,52 @@ class TokenGrid:
 
     def __str__(self) -> str:
         return f"{self.prefix} + {self.height}×{self.width}" if self.prefix else f"{self.height}×{self.width}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a mechanism is built for. A mechanism without parameters needs none of it."""
+
+    heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    dim: int | None = None  # channels of the block's input
+    grid: TokenGrid | None = None
+
+    @property
+    def values(self) -> int:
+        return self.value_dim or self.head_dim or 0
+
+    @property
+    def channels(self) -> int:
+        """Channels of the block's input; heads × head_dim unless told otherwise."""
+        return self.dim or (self.heads or 0) * (self.head_dim or 0)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of one call, for counting."""
+
+    batch: int
+    heads: int
+    head_dim: int
+    value_dim: int
+    grid: TokenGrid
+    key_grid: TokenGrid
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, key_grid: TokenGrid | None = None, **_: Any
+    ) -> "Size":
+        """The size of a call of a mechanism with these arguments."""
+        grid = grid or TokenGrid.line(q.shape[2])
+        key_grid = key_grid or (grid if k.shape[2] == q.shape[2] else TokenGrid.line(k.shape[2]))
+        return cls(q.shape[0], q.shape[1], q.shape[3], v.shape[3], grid, key_grid)
+
+    @property
+    def queries(self) -> int:
+        return self.grid.tokens
+
+    @property
+    def keys(self) -> int:
+        return self.key_grid.tokens
