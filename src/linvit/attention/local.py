@@ -233,6 +233,10 @@ class WithLocal(Mechanism):
     def after_projection(self, out: Tensor, q: Tensor) -> Tensor:
         return self.inner.after_projection(out, q)
 
+    @property
+    def adds_behind(self) -> bool:
+        return self.inner.adds_behind
+
     def between(self, x: Tensor, grid: TokenGrid) -> Tensor:
         return self.inner.between(x, grid)
 

@@ -161,6 +161,11 @@ class Mechanism(nn.Module):
         """Hosts call this on the projected output `(batch, tokens, channels)`."""
         return out
 
+    @property
+    def adds_behind(self) -> bool:
+        """Whether `after_projection` does anything."""
+        return type(self).after_projection is not Mechanism.after_projection
+
     def between(self, x: Tensor, grid: TokenGrid) -> Tensor:
         """Blocks call this on the residual stream between attention and MLP when `capabilities.between`."""
         return x

@@ -90,10 +90,8 @@ def convert(
 def print_report(report: "Report", folder: Path) -> None:
     rows = []
     for layer in report.layers:
-        given_up = f"gave up {', '.join(layer.dropped)}" if layer.dropped else ""
-        kept = f"left as it is: {layer.kept}" if layer.kept else ""
         after = layer.after if layer.after == layer.before else f"[bold]{layer.after}[/bold]"
-        rows.append((layer.index, layer.name, layer.before, after, given_up or kept))
+        rows.append((layer.index, layer.name, layer.before, after, layer.note))
     out = console()
     if report.sensitivity is not None:
         print_sensitivity(report.sensitivity)

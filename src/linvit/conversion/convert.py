@@ -11,6 +11,7 @@ from torch import nn
 
 from linvit.attention import Mechanism, TokenGrid, create_attention, mechanism_class
 from linvit.attention.local import begin_at_zero
+from linvit.conversion.bias_filters import fit_filters
 from linvit.conversion.grids import Grids, stem, watch
 from linvit.conversion.host import FEATURES, Ask, Host
 from linvit.conversion.hosts import host_for, host_of
@@ -69,8 +70,9 @@ def convert(
     `drop` names is dropped in every layer that the plan converts. `size` is the image size that learned positions are
     laid out for; the model's own by default. `calibrate`, batches of images, measures which layers `mixa` keeps
     quadratic, and calls `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at
-    zero, as suits pretrained weights; a model to be trained from scratch wants them as their papers do. Nothing is
-    touched before everything fits.
+    zero, as suits pretrained weights, and that of the option `local` as what comes nearest to a relative bias that is
+    given up; a model to be trained from scratch wants them as their papers do. Nothing is touched before everything
+    fits.
     """
     named = names_to_drop(drop)
     plan, measured = as_plan(plan, **options), None
@@ -82,6 +84,7 @@ def convert(
     pair = None if size is None else to_2tuple(size)
     steps, kept = find_steps(model, plan, named, size=pair, impl=impl, quiet=quiet)
     refuse_idle(model, plan, named, steps)
+    filters = fit_filters(model, steps, pair) if quiet else {}
     before, tensors = dict(model.named_parameters()), model.state_dict().keys()
     was = {name: current_mechanism(module) for name, module in hosts}
     install(model, steps)
@@ -92,7 +95,7 @@ def convert(
     return Report(
         plan.name,
         tuple(
-            Layer(i, name, was[name], *result.get(name, (was[name], ())), kept.get(name, ""))
+            Layer(i, name, was[name], *result.get(name, (was[name], ())), kept.get(name, ""), filters.get(name))
             for i, (name, _) in enumerate(hosts)
         ),
         sum(p.numel() for n, p in after.items() if n not in before),

@@ -69,7 +69,7 @@ SUBSAMPLED_QUERIES = Ask("subsampled queries", takes_unequal)
 # that knows places, of which the class token has none, leaves the layer alone.
 ONE_QUERY = Ask("one query", asks_from_nowhere, keeps=True)
 # A projection to another width, behind which nothing as wide as the queries can be added.
-ANOTHER_WIDTH = Ask("another width", lambda m: type(m).after_projection is Mechanism.after_projection)
+ANOTHER_WIDTH = Ask("another width", lambda m: not m.adds_behind)
 
 
 def changes_width(projection: Any) -> bool:

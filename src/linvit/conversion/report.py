@@ -50,11 +50,18 @@ class Layer:
     after: str
     dropped: tuple[str, ...] = ()
     kept: str = ""  # why the plan's mechanism has no place here
+    filtered: float | None = None  # how much of a relative bias's work the local branch does in its place
+
+    @property
+    def note(self) -> str:
+        """What was given up, or why nothing changed, in words."""
+        share = "" if self.filtered is None else f" ({self.filtered:.0%} of it in local)"
+        lost = [feature + (share if feature == "relative_bias" else "") for feature in self.dropped]
+        return f"gave up {', '.join(lost)}" if lost else f"left as it is: {self.kept}" if self.kept else ""
 
     def __str__(self) -> str:
-        dropped = f"  (gave up {', '.join(self.dropped)})" if self.dropped else ""
-        kept = f"  (left as it is: {self.kept})" if self.kept else ""
-        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{dropped}{kept}"
+        note = f"  ({self.note})" if self.note else ""
+        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{note}"
 
 
 @dataclass(frozen=True)
