@@ -49,7 +49,7 @@ ROOMS = {
     },
     "models": {"HEADS", "Backbone", "DenseModel", "FairPyramid", "list_models", "make_backbone"},
     "measurement": {"CONVENTIONS", "Macs", "count_macs", "count_parameters", "measure_macs"},
-    "figures": {"check_picture", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
+    "figures": {"check_picture", "plot_front", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
     "training": {
         *("BatchSource", "Config", "Engine", "Objective", "Outcome", "Output", "Phase", "Processes", "Stage", "Task"),
         *("close_process_group", "list_recipes", "make_processes", "override", "recipe"),

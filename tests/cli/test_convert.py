@@ -232,11 +232,11 @@ def test_calibration_names_a_file_that_breaks_off(linvit: Run, tmp_path: Path) -
 @pytest.mark.parametrize(
     "args, message",
     [
-        (("--plan", "stella", "--calibrate", "."), "calibrate= measures which layers mixa keeps"),
+        (("--plan", "stella", "--calibrate", "."), "calibrate= measures which layers stella keeps"),
         (("--plan", "mixa", "--plot", "bars.png"), "--plot draws what --calibrate measures"),
-        (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--where", "last"), "and keep=<a number>"),
-        (("--plan", "mixa", "--calibrate", ".", "--option", "keep=[1]"), "and keep=<a number>"),
-        (("--plan", "mixa", "--calibrate", ".", "--layers", "1"), "and keep=<a number>"),
+        (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--where", "last"), "give keep=<a number>"),
+        (("--plan", "mixa", "--calibrate", ".", "--option", "keep=[1]"), "give keep=<a number>"),
+        (("--plan", "mixa", "--calibrate", ".", "--layers", "1"), "give keep=<a number>"),
         (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--option", "lokal=3"), "unexpected keyword argument"),
         (("--plan", "mixa", "--calibrate", "nowhere"), "nowhere is no folder of images"),
     ],

@@ -31,7 +31,7 @@ def test_there_and_back(plan: Plan) -> None:
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
-@pytest.mark.parametrize("name", [*PLANS, "stella"])
+@pytest.mark.parametrize("name", [*sorted(PLANS.keys() - {"auto"}), "stella"])
 def test_named_plans_there_and_back(name: str) -> None:
     plan = as_plan(name)
     assert plan.to_dict()["version"] == 1

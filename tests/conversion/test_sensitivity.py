@@ -89,7 +89,7 @@ def test_the_reported_similarity_is_the_converted_model_s(teacher: nn.Module, di
 @pytest.mark.parametrize(
     "plan, options, loader, message",
     [
-        ("stella", {}, [torch.zeros(1, 1, 8, 8)], "calibrate= measures which layers mixa keeps"),
+        ("stella", {}, [torch.zeros(1, 1, 8, 8)], "calibrate= measures which layers stella keeps"),
         ("mixa", {"keep": (0, 1)}, [torch.zeros(1, 1, 8, 8)], "keep=<a number>"),
         ("mixa", {"keep": 9}, [torch.zeros(1, 1, 8, 8)], "cannot keep 9 layers: the model has 5"),
         ("mixa", {"keep": 2}, [], "loader is empty"),

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from linvit.cli import bench, compare, convert, predict, report, show, tables, theory, train
+from linvit.cli import bench, compare, convert, plan, predict, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.errors import LinvitError
@@ -61,6 +61,7 @@ def linvit(
 app.command("list")(list_verb.list_)
 app.command("tables")(tables.tables)
 app.command("theory")(theory.theory)
+app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)
 app.command("train")(train.train)
 app.command("eval")(eval_verb.eval_)

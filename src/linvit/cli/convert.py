@@ -39,8 +39,9 @@ def convert(
 ) -> None:
     """Swap the attention of a model by a plan, keep every weight, and say what changed.
 
-    What the plan's mechanisms cannot honour is an error until --drop names it. With --calibrate the layers that mixa
-    keeps are measured, and --plot draws that. `linvit list plans` shows the plans.
+    What the plan's mechanisms cannot honour is an error until --drop names it. --plan auto converts the layers that are
+    measured to get faster, and no other. With --calibrate the layers that a plan keeps are measured, and --plot draws
+    that. `linvit list plans` shows the plans.
 
     \b
     Example: linvit convert deit_small_patch16_224 --plan mixa --keep 6 -o deit_s_mixa
@@ -55,7 +56,7 @@ def convert(
     from linvit.conversion import convert as swap
     from linvit.conversion import find_hosts, open_model, parse_plan, resample, save
     from linvit.conversion.calibration import calibration_images
-    from linvit.conversion.convert import layers_to_measure
+    from linvit.conversion.resolving import layers_to_measure
     from linvit.conversion.sensitivity import passes
     from linvit.figures import check_picture, plot_sensitivity
 
@@ -73,11 +74,11 @@ def convert(
         built = open_model(model, pretrained=pretrained, args=args, checkpoint=checkpoint, instead=instead)
         resample(built, size=pixels, patch_size=patch_size, window_size=window_size)
         if calibrate is None:
-            report = swap(built, chosen, drop=given_up, size=pixels)
+            report = swap(built, chosen, drop=given_up, size=pixels, costs=True)
         else:
             images = calibration_images(calibrate, built)
             with progress("measuring layers", passes(len(find_hosts(built)), count)) as advance:
-                report = swap(built, chosen, drop=given_up, size=pixels, calibrate=images, advance=advance)
+                report = swap(built, chosen, drop=given_up, size=pixels, calibrate=images, advance=advance, costs=True)
     save(built, output, model_args=None if Path(model).is_dir() else args)
     if as_json:
         print_json({"model": model, "output": str(output), **asdict(report)})
@@ -91,14 +92,17 @@ def print_report(report: "Report", folder: Path) -> None:
     rows = []
     for layer in report.layers:
         after = layer.after if layer.after == layer.before else f"[bold]{layer.after}[/bold]"
-        rows.append((layer.index, layer.name, layer.before, after, layer.note))
+        macs = "" if layer.macs is None else " → ".join(f"{macs / 1e6:,.1f}" for macs in dict.fromkeys(layer.macs))
+        rows.append((layer.index, layer.name, layer.before, after, layer.tokens or "", macs, "; ".join(layer.notes)))
     out = console()
     if report.sensitivity is not None:
         print_sensitivity(report.sensitivity)
-    out.print(table(rows, layer=-5, name=20, before=10, after=16, note=10))
+    out.print(table(rows, layer=-5, name=18, before=8, after=12, tokens=-6, MMACs=-7, note=4))
     out.print(str(report).splitlines()[0])
     if report.removed:
         out.print(report.losses)
+    for line in report.advice:
+        out.print(line, markup=False)
     out.print(f"Saved to {folder}: linvit.load('{folder}') reads it.", style="italic")
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from timm.layers import to_2tuple
@@ -15,12 +15,9 @@ from linvit.conversion.bias_filters import fit_filters
 from linvit.conversion.grids import Grids, stem, watch
 from linvit.conversion.host import FEATURES, Ask, Host
 from linvit.conversion.hosts import host_for, host_of
-from linvit.conversion.plan import Choice, Pick, Plan, as_plan
+from linvit.conversion.plan import Auto, Choice, Plan, as_plan
 from linvit.conversion.report import Conversion, Layer, Report
 from linvit.errors import LinvitError, NotHonoured, unknown
-
-if TYPE_CHECKING:
-    from linvit.conversion.sensitivity import Sensitivity
 
 Hosts = list[tuple[str, nn.Module]]
 
@@ -61,48 +58,73 @@ def convert(
     advance: Callable[[], None] = lambda: None,
     impl: str = "auto",
     quiet: bool = True,
+    costs: bool = False,
     **options: Any,
 ) -> Report:
     """Give the model's attention layers the mechanisms of a plan.
 
-    `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. What a
-    mechanism cannot honour (a relative bias, say) is an error unless `drop` names it or the plan may give it up; what
-    `drop` names is dropped in every layer that the plan converts. `size` is the image size that learned positions are
-    laid out for; the model's own by default. `calibrate`, batches of images, measures which layers `mixa` keeps
-    quadratic, and calls `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at
-    zero, as suits pretrained weights, and that of the option `local` as what comes nearest to a relative bias that is
-    given up; a model to be trained from scratch wants them as their papers do. Nothing is touched before everything
-    fits.
+    `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. `auto` converts
+    the layers that are measured to get faster at this size where the model lies, and no other. What a mechanism cannot
+    honour (a relative bias, say) is an error unless `drop` names it or the plan may give it up; what `drop` names is
+    dropped in every layer that the plan converts. `size` is the image size that learned positions are laid out for; the
+    model's own by default. `calibrate`, batches of images, measures which layers a plan with `keep` keeps, and calls
+    `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at zero, as suits
+    pretrained weights, and that of the option `local` as what comes nearest to a relative bias that is given up; a
+    model to be trained from scratch wants them as their papers do. With `costs` the report counts tokens and MACs of
+    each layer at that size. Nothing is touched before everything fits.
     """
     named = names_to_drop(drop)
-    plan, measured = as_plan(plan, **options), None
-    if calibrate is not None:
-        plan, measured = place_by_sensitivity(model, plan, calibrate, named, advance)
+    plan, measured, studied = as_plan(plan, **options), None, None
     hosts = find_hosts(model)
     if not hosts:
         raise LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
     pair = None if size is None else to_2tuple(size)
+    if calibrate is not None or isinstance(plan, Auto):
+        from linvit.conversion.resolving import place_by_sensitivity, resolve
+    if calibrate is not None:
+        plan, measured = place_by_sensitivity(model, plan, calibrate, named, advance)
+    if isinstance(plan, Auto):
+        plan, studied = resolve(model, plan, named, pair)
     steps, kept = find_steps(model, plan, named, size=pair, impl=impl, quiet=quiet)
     refuse_idle(model, plan, named, steps)
     filters = fit_filters(model, steps, pair) if quiet else {}
     before, tensors = dict(model.named_parameters()), model.state_dict().keys()
+    counted = counted_macs(model, pair) if costs else {}
     was = {name: current_mechanism(module) for name, module in hosts}
     install(model, steps)
     done = Conversion(plan, tuple(sorted(named)), pair, getattr(model, "linvit_source", None))
     model.linvit_conversions = [*getattr(model, "linvit_conversions", []), done]  # type: ignore[assignment]
     after = dict(model.named_parameters())
-    result = {step.name: (str(step.choice), step.dropped) for step in steps}
+    now = counted_macs(model, pair) if costs else {}
+    made = {step.name: step for step in steps}
+    layers = []
+    for index, (name, _) in enumerate(hosts):
+        layer = Layer(index, name, was[name], was[name], kept=kept.get(name, ""))
+        if name in made:
+            step = made[name]
+            linear = step.mechanism.capabilities.linear
+            layer = replace(layer, after=str(step.choice), dropped=step.dropped, linear=linear)
+            layer = replace(layer, filtered=filters.get(name))
+        if name in now:
+            layer = replace(layer, tokens=now[name][0], macs=(counted[name][1], now[name][1]))
+        layers.append(layer)
     return Report(
         plan.name,
-        tuple(
-            Layer(i, name, was[name], *result.get(name, (was[name], ())), kept.get(name, ""), filters.get(name))
-            for i, (name, _) in enumerate(hosts)
-        ),
+        tuple(layers),
         sum(p.numel() for n, p in after.items() if n not in before),
         tuple(sorted(tensors - model.state_dict().keys())),
         sum(p.numel() for n, p in before.items() if n not in after),
         measured,
+        studied,
     )
+
+
+def counted_macs(model: nn.Module, size: tuple[int, int] | None) -> dict[str, tuple[int, int]]:
+    """Tokens of a sequence and MACs of a picture, for every layer that a picture passes."""
+    from linvit.conversion.planning.costs import layer_costs
+
+    found = layer_costs(model, size or own_size(model))
+    return {cost.name: (cost.size.queries, cost.macs) for cost in found if cost.size is not None}
 
 
 def names_to_drop(drop: Iterable[str]) -> tuple[str, ...]:
@@ -175,24 +197,6 @@ def refuse_idle(model: nn.Module, plan: Plan, named: Iterable[str], steps: list[
         raise LinvitError(
             f"drop names {feature}, which {honouring} honours and which cannot be taken out: leave it out"
         )
-
-
-def layers_to_measure(plan: Plan) -> int:
-    """How many layers a plan keeps, where `calibrate` is to measure which."""
-    pick = plan.rules[0].layers if plan.rules else Pick(0)
-    if plan.name != "mixa" or not isinstance(pick, Pick) or pick.where != "first":
-        raise LinvitError("calibrate= measures which layers mixa keeps: give plan='mixa' and keep=<a number>")
-    return pick.count
-
-
-def place_by_sensitivity(
-    model: nn.Module, plan: Plan, loader: Iterable[Any], named: Collection[str], advance: Callable[[], None]
-) -> "tuple[Plan, Sensitivity]":
-    """MixA's plan with the layers that are measured to be kept, and the measurement, for `calibrate`."""
-    from linvit.conversion.sensitivity import measure_sensitivity
-
-    found = measure_sensitivity(model, loader, keep=layers_to_measure(plan), drop=named, advance=advance)
-    return replace(plan, rules=tuple(replace(rule, layers=found.keep) for rule in plan.rules)), found
 
 
 def current_mechanism(module: nn.Module) -> str:

@@ -174,7 +174,32 @@ def mobile(**options: Any) -> Plan:
     )
 
 
-PLANS: dict[str, Callable[..., Plan]] = {"mixa": mixa, "castling": castling, "qt": qt, "mobile": mobile}
+@dataclass(frozen=True)
+class Auto(Plan):
+    """What `convert` makes a plan of: each layer gets the candidate that is measured to be the fastest on the model's
+    device at the image size, and stays as it is where none is faster."""
+
+    candidates: tuple[str, ...] = ()
+
+    def choices(self, names: Sequence[str]) -> list[Choice | None]:
+        raise LinvitError(
+            "auto measures a model before it is a plan: `linvit plan MODEL --size PIXELS -o FILE` makes one"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        self.choices(())
+        raise AssertionError
+
+
+def auto(*, candidates: str | Sequence[str] = ("stella", "relu_linear")) -> Plan:
+    """Ours: in each layer the fastest of the candidates, measured, or what it has where none is faster."""
+    named = [c.strip() for c in candidates.strip("[]").split(",")] if isinstance(candidates, str) else candidates
+    for name in named:
+        as_plan(name)
+    return Auto("auto", None, candidates=tuple(named))
+
+
+PLANS: dict[str, Callable[..., Plan]] = {"auto": auto, "mixa": mixa, "castling": castling, "qt": qt, "mobile": mobile}
 
 
 def list_plans() -> list[str]:

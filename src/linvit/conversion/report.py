@@ -7,6 +7,7 @@ from linvit.codec import from_plain, to_plain
 from linvit.conversion.plan import Plan
 
 if TYPE_CHECKING:
+    from linvit.conversion.planning import Study
     from linvit.conversion.sensitivity import Sensitivity
 
 
@@ -51,17 +52,30 @@ class Layer:
     dropped: tuple[str, ...] = ()
     kept: str = ""  # why the plan's mechanism has no place here
     filtered: float | None = None  # how much of a relative bias's work the local branch does in its place
+    linear: bool = False  # whether it was converted to a linear mechanism
+    tokens: int = 0  # of one sequence, and the MACs of a picture, where they were counted
+    macs: tuple[int, int] | None = None
 
     @property
-    def note(self) -> str:
-        """What was given up, or why nothing changed, in words."""
+    def loses(self) -> bool:
+        """Whether the layer became linear and costs more MACs than before."""
+        return self.linear and self.macs is not None and self.macs[1] > self.macs[0]
+
+    @property
+    def notes(self) -> list[str]:
+        """What was given up, why nothing changed, and whether it costs more, in words."""
         share = "" if self.filtered is None else f" ({self.filtered:.0%} of it in local)"
         lost = [feature + (share if feature == "relative_bias" else "") for feature in self.dropped]
-        return f"gave up {', '.join(lost)}" if lost else f"left as it is: {self.kept}" if self.kept else ""
+        notes = [f"gave up {', '.join(lost)}"] if lost else []
+        notes += [f"left as it is: {self.kept}"] if self.kept else []
+        return notes + (["costs more than before"] if self.loses else [])
 
     def __str__(self) -> str:
-        note = f"  ({self.note})" if self.note else ""
-        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{note}"
+        notes = self.notes
+        if self.macs is not None:
+            notes.append(f"{self.tokens} tokens, {self.macs[0] / 1e6:,.1f} → {self.macs[1] / 1e6:,.1f} MMACs")
+        shown = f"  ({'; '.join(notes)})" if notes else ""
+        return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{shown}"
 
 
 @dataclass(frozen=True)
@@ -75,13 +89,37 @@ class Report:
     removed: tuple[str, ...] = ()
     removed_parameters: int = 0
     sensitivity: "Sensitivity | None" = None
+    study: "Study | None" = None
 
     def __str__(self) -> str:
         changed = sum(layer.before != layer.after for layer in self.layers)
         head = (
             f"plan {self.plan}: {changed} of {len(self.layers)} layers changed, {self.new_parameters:,} new parameters"
         )
-        return "\n".join([head, *(f"  {layer}" for layer in self.layers), *([self.losses] if self.removed else [])])
+        losses = [self.losses] if self.removed else []
+        return "\n".join([head, *(f"  {layer}" for layer in self.layers), *losses, *self.advice])
+
+    @property
+    def advice(self) -> list[str]:
+        """What to know and to do next, a line each."""
+        lines = []
+        losing = [str(layer.index) for layer in self.layers if layer.loses]
+        if losing:
+            lines.append(f"layers {', '.join(losing)} cost more MACs than before: --plan auto leaves such layers")
+        changed = [layer for layer in self.layers if layer.before != layer.after]
+        if not any(layer.linear for layer in self.layers):
+            lines.append("no layer became linear: the model keeps its cost at large sizes")
+        counted = [layer.macs for layer in self.layers if layer.macs is not None]
+        if counted:
+            before, after = (sum(column) / 1e6 for column in zip(*counted, strict=True))
+            lines.append(f"attention: {before:,.1f} → {after:,.1f} MMACs a picture")
+        if self.study is not None:
+            speedup = max((point.speedup or 1.0 for point in self.study.front), default=1.0)
+            lines.append(f"measured: {speedup:.2f}× as fast as before")
+            lines += [f"left although they are large: {line}" for line in self.study.missed()]
+        if changed:
+            lines.append("its accuracy has to be trained back: linvit train --recipe fast")
+        return lines
 
     @property
     def losses(self) -> str:

@@ -53,15 +53,16 @@ def measure_sensitivity(
     *,
     keep: int = 6,
     linear: str | Plan = "stella",
-    quadratic: str | Plan = "relu_quadratic",
+    quadratic: str | Plan | None = "relu_quadratic",
     drop: Iterable[str] = (),
     images: int = 256,
     advance: Callable[[], None] = lambda: None,
 ) -> Sensitivity:
     """Measure every layer and choose `keep` to stay quadratic, on up to `images` images. The model is not changed.
 
-    `drop` names what is dropped, as for `convert`; a mechanism that is given by its name may also give up what MixA
-    gives up. `advance` is called after each pass over the images.
+    Kept layers get the mechanism `quadratic`, or stay as they are with None. `drop` names what is dropped, as for
+    `convert`; a mechanism that is given by its name may also give up what MixA gives up. `advance` is called after each
+    pass over the images.
     """
     drop = names_to_drop(drop)
     batches = list(first_images(loader, images, next(model.parameters()).device))
@@ -71,10 +72,13 @@ def measure_sensitivity(
     teacher = [outputs(model, batch) for batch in batches]
     student = copy.deepcopy(model)
     parts = {"original": {name: copy.deepcopy(student.get_submodule(name)) for name in names}}
+    parts["quadratic"] = parts["original"]
     for kind, plan in (("quadratic", quadratic), ("linear", linear)):
+        if plan is None:
+            continue
         plan = replace(as_plan(plan), drop=as_plan("mixa").drop) if isinstance(plan, str) else plan
         install(student, find_steps(student, plan, drop)[0])
-        parts[kind] = {name: copy.deepcopy(student.get_submodule(name)) for name in names}
+        parts[kind] = {name: twin_of(student.get_submodule(name)) for name in names}
 
     def turned(default: str, other: str, changed: Iterable[str]) -> float:
         """How far the outputs turn with some layers of another kind than the rest."""
@@ -93,6 +97,12 @@ def measure_sensitivity(
     place = {name: i for i, name in enumerate(kept, start=1)}
     layers = (LayerSensitivity(i, n, alone[n], place.get(n), kept.get(n)) for i, n in enumerate(names))
     return Sensitivity(tuple(layers), sum(len(batch) for batch in batches), 1 - start)
+
+
+def twin_of(host: nn.Module) -> nn.Module:
+    """A copy of a host that goes on hearing of the grid in its model."""
+    grids = getattr(host, "grids", None)
+    return copy.deepcopy(host, {id(grids): grids})
 
 
 def passes(layers: int, keep: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linvit.conversion import Sensitivity
+from linvit.conversion.planning import FrontPlan, Study
 from linvit.errors import LinvitError, unknown
 from linvit.measurement.speed import compare_op
 
@@ -103,6 +104,33 @@ def plot_sensitivity(sensitivity: Sensitivity, path: Path) -> None:
         if sensitivity.keep:
             note = f"Blue: the {len(sensitivity.keep)} layers to keep quadratic, in the order they were chosen."
             figure.supxlabel(note, fontsize=8, color=INK)
+
+
+def plot_front(study: Study, chosen: FrontPlan, path: Path) -> None:
+    """What a plan buys: the speed of whole models over the layers converted or, with images, how far the outputs turn;
+    predicted and measured, the chosen plan marked."""
+    known = study.images > 0
+    with picture(path, 5.6, 3.6) as figure:
+        ax = figure.subplots()
+        predicted: list[Any] = [p.predicted_turn if known else p.converted for p in study.front]
+        measured: list[Any] = [p.turn if known else p.converted for p in study.front]
+        speeds: list[Any] = [p.speedup for p in study.front]
+        ax.plot(predicted, [study.ms / p.predicted_ms for p in study.front], color=GREY, marker="o", label="predicted")
+        ax.plot(measured, speeds, color=BLUE, marker="s", label="measured")
+        place = study.front.index(chosen)
+        mark: Any = {"color": RED, "marker": "D", "markersize": 9, "linestyle": "none", "label": "chosen"}
+        ax.plot(measured[place], speeds[place], **mark)
+        for point in study.front if known else ():
+            ax.annotate(
+                f"{point.converted}", (point.turn, point.speedup), (4, 4), textcoords="offset points", fontsize=7
+            )
+        ax.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+        ax.set(xlabel="outputs turn by (1 − cosine), before training" if known else "layers converted")
+        ax.set_ylabel("speed, the original's is 1")
+        height, width = study.setting.size
+        ax.set_title(f"Plans at {height}×{width}, {study.setting.device.type}, {study.setting.dtype}")
+        ax.legend()
+        ax.grid()
 
 
 def mask_lines(records: Records) -> tuple[list[str], list[int], list[list[float]], list[tuple[int, float]]]:

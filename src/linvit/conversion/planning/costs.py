@@ -1,0 +1,113 @@
+"""What each layer of a model costs before anything is timed: tokens, head size, MACs, by one pass on the meta device.
+
+The pass runs a twin of the model whose every layer is a host of its own native mechanism, because a mechanism is told
+the size of its call; the original module keeps that to itself.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from linvit.attention import Mechanism, Size
+from linvit.conversion.convert import current_mechanism, find_hosts, find_steps, image_part, install
+from linvit.conversion.plan import Choice, Plan, Rule
+from linvit.errors import LinvitError
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer at one image size: how many calls of which size a picture makes of it, and what they cost in MACs."""
+
+    index: int
+    name: str
+    mechanism: str
+    size: Size | None = None  # none where the model never calls the layer, or not by itself
+    macs: int = 0
+
+    @property
+    def windows(self) -> int:
+        """How many sequences a picture makes: more than one where the layer looks at windows."""
+        return self.size.batch if self.size is not None else 0
+
+
+def native_plan(model: nn.Module) -> Plan:
+    """The plan that makes every layer a host of what it has now."""
+    hosts = find_hosts(model)
+    rules = tuple(Rule(Choice(current_mechanism(m)), layers=(i,)) for i, (_, m) in enumerate(hosts))
+    return Plan("native", None, rules)
+
+
+def layer_costs(model: nn.Module, size: tuple[int, int]) -> list[LayerCost]:
+    """What each layer costs for one picture, as the model is now. The model is not touched."""
+    twin = copy.deepcopy(model)
+    fresh = [name for name, module in find_hosts(twin) if not hasattr(module, "mechanism")]
+    steps, _ = find_steps(twin, native_plan(twin), (), size=size)
+    install(twin, [step for step in steps if step.name in fresh])
+    sizes: dict[str, list[tuple[Size, int]]] = {}
+    handles = []
+    for name, module in find_hosts(twin):
+        mechanism = getattr(module, "mechanism", None)
+
+        def see(mechanism: Mechanism, args: Any, named: Any, name: str = name) -> None:
+            call = Size.of(*args, **named)
+            sizes.setdefault(name, []).append((call, mechanism.macs(call)))
+
+        if isinstance(mechanism, Mechanism):
+            handles.append(mechanism.register_forward_pre_hook(see, with_kwargs=True))
+    run_once(twin, size)
+    for handle in handles:
+        handle.remove()
+    found = []
+    for index, (name, module) in enumerate(find_hosts(model)):
+        calls = sizes.get(name, [])
+        size_of = calls[0][0] if calls else None
+        found.append(LayerCost(index, name, current_mechanism(module), size_of, sum(macs for _, macs in calls)))
+    return found
+
+
+def run_once(twin: nn.Module, size: tuple[int, int]) -> None:
+    """One picture through a model that may be spoiled: on the meta device, or in earnest where it looks at its data."""
+    part = image_part(twin).eval()
+    channels = getattr(getattr(part, "trunk", part), "in_chans", 3)
+    with torch.no_grad(), told(size):
+        try:
+            part.to("meta")(torch.empty(1, channels, *size, device="meta", dtype=dtype_of(part)))
+        except NotImplementedError:
+            part.to_empty(device="cpu")
+            for parameter in part.parameters():
+                parameter.zero_()
+            part(torch.zeros(1, channels, *size, dtype=dtype_of(part)))
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+@contextmanager
+def told(size: tuple[int, int]) -> Iterator[None]:
+    """A size that a model cannot take is one line."""
+    try:
+        yield
+    except LinvitError:
+        raise
+    except (AssertionError, RuntimeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise LinvitError(f"the model cannot take images of {size[0]}×{size[1]}: {reason}") from error
+
+
+def with_choices(name: str, choices: list[Choice | None], drop: tuple[str, ...] = ()) -> Plan:
+    """A plan that names a choice for each layer; layers without one stay as they are."""
+    rules: dict[str, Rule] = {}
+    for index, choice in enumerate(choices):
+        if choice is not None:
+            rule = rules.setdefault(str(choice), Rule(choice, layers=()))
+            assert isinstance(rule.layers, tuple)
+            rules[str(choice)] = replace(rule, layers=(*rule.layers, index))
+    return Plan(name, None, tuple(rules.values()), drop)
