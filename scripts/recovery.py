@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def top1(self) -> float:
-        return estimate([run.top1 for run in self.runs.values()]).mean
+        return estimate([run.score for run in self.runs.values()]).mean
 
     def against(self, other: Cell) -> Difference | None:
         return difference_of_runs(self.runs, other.runs)
@@ -231,7 +231,7 @@ def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speed
             continue
         panel.plot(x, [cell.top1 for _, cell in points], "o-", color=COLOURS[recipe], label=recipe, ms=4, lw=1.5)
         for place, (_, cell) in zip(x, points, strict=True):
-            tops = [run.top1 for run in cell.runs.values()]
+            tops = [run.score for run in cell.runs.values()]
             panel.plot([place, place], [min(tops), max(tops)], color=COLOURS[recipe], lw=0.8)
     if teacher is not None:
         panel.axhline(teacher, color="black", lw=0.8, ls=":", label="teacher")
@@ -247,7 +247,7 @@ def draw_panel(panel: Any, found: Cells, name: str, teacher: float | None, speed
 def main(store: Path, page: Path, picture: Path | None = None, speeds: Sequence[Path] = ()) -> None:
     results = read([store])
     found = cells(results.runs)
-    teacher = next((run.conversion.teacher_top1 for run in results.runs if run.conversion), None)
+    teacher = next((run.conversion.teacher_score for run in results.runs if run.conversion), None)
     measured = read_speeds(speeds)
     if picture:
         draw(found, teacher, picture)

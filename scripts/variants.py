@@ -49,7 +49,7 @@ def table(runs: Sequence[Run], name: str, seeds: set[int] | None = None) -> str:
             groups.setdefault((run.label.candidate, round(config["epochs"]), changes(config)), []).append(run)
     lines = ["| candidate | epochs | changed | seeds | top-1, % | KL |", "|---|---:|---|---:|---:|---:|"]
     for (candidate, epochs, changed), found in sorted(groups.items()):
-        top1 = estimate([run.top1 for run in found]).mean
+        top1 = estimate([run.score for run in found]).mean
         kl = estimate([run.conversion.kl for run in found if run.conversion and run.conversion.kl is not None]).mean
         what = f"`{changed}`" if changed else ""
         lines.append(f"| `{candidate}` | {epochs} | {what} | {len(found)} | {top1:.2f} | {kl:.4f} |")

@@ -71,7 +71,7 @@ def test_whole_demo_and_once_more(small: Path, screen: Screen, capsys: pytest.Ca
     assert rows.keys() >= set(CANDIDATES) and "1,437 images to learn from, 360 to check; one seed" in out
     for run in (result for result in Store(folder / "store").results() if result.kind == "run"):
         name = run.label.candidate
-        assert rows[name][1:4:2] == [f"{run.conversion.zero_shot:.1f}", f"{run.top1:.1f}"]
+        assert rows[name][1:4:2] == [f"{run.conversion.zero_shot:.1f}", f"{run.score:.1f}"]
         assert re.search(r"\d\.\d\d×", " ".join(rows[name])), "its speed against softmax is not there"
         assert run.environment.command == "linvit compare small.toml -o demo/store --per-gpu 1"
     assert rows["softmax"][5] == "–" and all("±" in " ".join(rows[name]) for name in CANDIDATES[1:])

@@ -102,9 +102,9 @@ def ended(task: Task, record: dict[str, Any], store: Store) -> str:
         gain = "" if last.ratio in (None, 1.0) else f", {last.ratio:.2f} times softmax's speed"
         return f"  {name:<12} {spent}{gain}"
     if found.conversion is None:
-        return f"  {name:<12} {found.top1:.1f} % of {found.data.validation} digits right"
+        return f"  {name:<12} {found.score:.1f} % of {found.data.validation} digits right"
     zero_shot = found.conversion.zero_shot
-    return f"  {name:<12} {zero_shot:.1f} % right after conversion, {found.top1:.1f} % after distilling"
+    return f"  {name:<12} {zero_shot:.1f} % right after conversion, {found.score:.1f} % after distilling"
 
 
 def report(store: Path, page: Path, screen: Screen) -> Contents:
@@ -134,7 +134,7 @@ def show(contents: Contents) -> None:
 
 def order(row: CandidateRow) -> tuple[bool, float]:
     """Softmax first, then the best."""
-    return row.label.candidate != "softmax", -row.top1.mean
+    return row.label.candidate != "softmax", -row.score.mean
 
 
 def cells(row: CandidateRow, top: int) -> list[str]:
@@ -150,7 +150,7 @@ def cells(row: CandidateRow, top: int) -> list[str]:
     return [
         row.name,
         "–" if before is None else f"{before:.1f} %",
-        f"{row.top1.mean:.1f} %",
+        f"{row.score.mean:.1f} %",
         difference,
         "–" if alone is None else f"{alone:.1f}",
         "–" if gain is None else f"{gain:.2f}×",
@@ -160,7 +160,7 @@ def cells(row: CandidateRow, top: int) -> list[str]:
 
 def caption(setting: Setting, row: CandidateRow, top: int) -> str:
     data, seeds = row.first.data, len(row.seeds)
-    teacher = next((row.top1.mean for row in setting.rows if row.is_teacher), None)
+    teacher = next((row.score.mean for row in setting.rows if row.is_teacher), None)
     taught = "" if teacher is None else f"The teacher scored {teacher:.1f} %. "
     return (
         f"{data.name}: {data.train:,} images to learn from, {data.validation} to check; "

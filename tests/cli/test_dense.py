@@ -118,7 +118,7 @@ def test_stopped_and_resumed(
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
-def test_a_trained_segmenter_is_converted_without_labels(
+def test_a_trained_segmenter_is_converted_and_trained_back(
     linvit: Linvit, voc: Path, segmenter: Path, tmp_path: Path
 ) -> None:
     fast = [word for word in SHORT if not word.startswith("--recipe")]
@@ -126,7 +126,7 @@ def test_a_trained_segmenter_is_converted_without_labels(
     outcome = linvit(*args, "-o", str(tmp_path / "run"))
     assert outcome.code == 0, outcome.err
     stages = [record["stage"] for record in read_log(tmp_path / "run") if record["kind"] == "train"]
-    assert list(dict.fromkeys(stages)) == ["align", "maps"]
+    assert list(dict.fromkeys(stages)) == ["align", "maps", "finetune"]
 
 
 def test_predict(linvit: Linvit, voc: Path, segmenter: Path, detector: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ PLAIN = "vit_tiny_patch16_224"
 TRUNK: dict[str, Any] = {"img_size": 64, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 SHORT = ("epochs=1", "batch_size=2", "precision=fp32", "warmup_epochs=0", "eval_epochs=0.5", "lr=1e-3")
 NARROW = {"pyramid_args": {"width": 64}}
-HEAD: dict[str, Any] = {"model": "semantic_fpn", "channels": 64, "head_channels": 64, "backbone_args": NARROW}
+HEAD: dict[str, Any] = {"model": "semantic_fpn", "channels": 64, "head_channels": 64, **NARROW}
 SMALL: dict[str, Any] = {"width": 8, "hidden": 16, "proposals": 20, "anchor_sizes": [8, 16, 24, 32, 48]}
 
 
@@ -217,7 +217,7 @@ def test_killed_and_resumed(place: Path, scratch: Path, tmp_path: Path) -> None:
 
 
 def test_detectors(place: Path, tmp_path: Path) -> None:
-    architecture = {"model": "faster_rcnn", "backbone": PLAIN, "backbone_args": {**TRUNK, **NARROW}, **SMALL}
+    architecture = {"model": "faster_rcnn", "backbone": PLAIN, "backbone_args": TRUNK, **NARROW, **SMALL}
     comparison = asked(
         place, architecture=architecture, data=str(place / "boxes"), plans=("stella",), seeds=(0,),
         settings=(*SHORT, "eval_epochs=1"), measure=Measure(size=(64,), batch=1, devices=("cpu",)),
@@ -233,7 +233,7 @@ def test_detectors(place: Path, tmp_path: Path) -> None:
 
 def test_a_training_step_with_masks_in_half_precision() -> None:
     """Made-up objects have masks where the model learns them."""
-    model = timm.create_model("mask_rcnn", num_classes=3, backbone=PLAIN, backbone_args={**TRUNK, **NARROW}, **SMALL)
+    model = timm.create_model("mask_rcnn", num_classes=3, backbone=PLAIN, backbone_args=TRUNK, **NARROW, **SMALL)
     step = training_pass(model, torch.randn(1, 3, 64, 64), "bf16")
     first = step()
     assert is_finite(first) and step() != first, "the weights have moved"

@@ -236,7 +236,7 @@ ADAPTER = (
 VIT_SIZE = {"img_size": 640, "num_classes": 0}
 segmenter = partial(Printed, note=SEGMENTER, differs=("macs",), options=VIT_SIZE, size=(3, 640, 640))
 whole = partial(Printed, note=ADAPTER, differs=("macs",))
-WITHOUT_MLPS = {"num_classes": 150, "pyramid": "adapter", "backbone_args": {"pyramid_args": {"mlp_ratio": 0}}}
+WITHOUT_MLPS = {"num_classes": 150, "pyramid": "adapter", "pyramid_args": {"mlp_ratio": 0}}
 
 CASTLING = Table(
     "Castling-ViT",
