@@ -30,7 +30,6 @@ class GatedLinear(LinearAttention):
     """Linear attention with a convolution of the values and a gate from the block's input, both optional."""
 
     capabilities = Capabilities(rotary="features")
-    examples = ({}, {"kernel_size": None, "gate": False})
     activation = ""  # of the gate
     shared_filters = False  # by the heads
 
@@ -81,6 +80,7 @@ class RALA(GatedLinear):
 
 @register("mala", paper="Rectifying Magnitude Neglect in Linear Attention")
 class MALA(GatedLinear):
+    examples = ({}, {"kernel_size": None, "gate": False})
     feature = EluPlusOne()
     normaliser = Constant(lambda keys, head_dim: 1 / keys)
 

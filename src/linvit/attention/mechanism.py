@@ -45,6 +45,10 @@ class Capabilities:
     value: bool = True  # reads v at all
     between: bool = False  # adds a block-level step between attention and MLP
 
+    def __post_init__(self) -> None:
+        if self.rotary and self.rotary not in ROTARY:
+            raise unknown("way of rotary position", str(self.rotary), ROTARY)
+
 
 @dataclass(frozen=True)
 class Call:
