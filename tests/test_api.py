@@ -28,10 +28,11 @@ PUBLIC = {
 }
 ROOMS = {
     "attention": {
-        *("Call", "Capabilities", "Constant", "Direction", "EluPlusOne", "Feature", "Formula", "Fusion", "GridConv"),
-        *("LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "ReLU", "Rotary", "RowSum", "Shape", "Sigmoid"),
-        *("Size", "TokenConv", "TokenGrid", "Unnormalised", "begin_at_zero", "create_attention", "lift"),
-        *("list_mechanisms", "mechanism_class", "options_of", "register", "regroup", "values_at_queries"),
+        *("Call", "Capabilities", "Constant", "ConvWidth", "Count", "Direction", "EluPlusOne", "Eps", "Feature"),
+        *("Formula", "Fusion", "GridConv", "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "Number"),
+        *("Range", "ReLU", "Rotary", "RowSum", "Shape", "Sigmoid", "Size", "TokenConv", "TokenGrid", "Unnormalised"),
+        *("begin_at_zero", "check_options", "create_attention", "lift", "list_mechanisms"),
+        *("mechanism_class", "options_of", "register", "regroup", "values_at_queries"),
     },
     "conversion": {
         *("Choice", "Conversion", "Layer", "Pick", "Plan", "Report", "Rule", "Sensitivity", "Source", "as_plan"),

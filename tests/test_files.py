@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unwritable
 from linvit.files import (
     TEMPORARY,
     clear_temporary,
@@ -21,10 +21,12 @@ from linvit.files import (
     read_json,
     sha256,
     temporary,
+    temporary_folder,
     write,
     write_folder,
     write_json,
 )
+from tests.full_disk import small_files
 
 fork = multiprocessing.get_context("fork")
 
@@ -78,7 +80,7 @@ def test_another_error_of_a_link_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "link", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(Unwritable, match=r"cannot write .*a: No space left"):
         create(tmp_path / "a", "x")
     assert not list(tmp_path.iterdir())
 
@@ -116,11 +118,45 @@ def test_a_folder_is_written_whole(tmp_path: Path) -> None:
         write_folder(tmp_path / "file", {"weights": writing("1")})
 
 
+def test_a_disk_that_takes_no_more_is_one_line(tmp_path: Path) -> None:
+    with small_files(100):
+        for write_it in (
+            lambda: write(tmp_path / "a", b"x" * 5000),
+            lambda: create(tmp_path / "a", b"x" * 5000),
+            lambda: write_folder(tmp_path / "b", {"weights": writing("x" * 5000)}),
+        ):
+            with pytest.raises(Unwritable, match=r"cannot write .*: .*File too large"):
+                write_it()
+    assert not list(tmp_path.iterdir())
+
+
+def half_write(folder: str, pipe: Any) -> None:
+    with temporary(Path(folder, "a")) as beside, temporary_folder(Path(folder)) as other:
+        beside.write_text("half")
+        (other / "b").write_text("half")
+        pipe.send("written")
+        time.sleep(60)
+
+
 def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
+    """But not what a living one is writing, nor what another machine may be."""
     (tmp_path / f"{TEMPORARY}abc").touch()
     (tmp_path / "kept").touch()
+    away = tmp_path / f"{TEMPORARY}1-00000000-x"
+    away.touch()
+    ours, theirs = fork.Pipe()
+    other = fork.Process(target=half_write, args=(str(tmp_path), theirs))
+    other.start()
+    assert ours.recv() == "written"
     clear_temporary(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
+    assert len(list(tmp_path.iterdir())) == 4
+    other.kill()
+    other.join()
+    clear_temporary(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"kept", away.name}
+    os.utime(away, (1e9, 1e9))
+    clear_temporary(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"kept"}
 
 
 def hold(path: str, pipe: Any) -> None:

@@ -23,7 +23,7 @@ LAYERS = (
     "kernels",
 )
 TO_COME = {"page", "runtimes"}  # rooms of the design that are still to be built
-GROUND = {"clock", "codec", "errors", "files", "version"}  # single files that every room may use
+GROUND = {"clock", "codec", "errors", "files", "images", "version"}  # single files that every room may use
 ROOMS_OF_COMPARISON = ("reporting", "statistics", "scheduling", "description")
 ENTRIES = {"__init__.py", "__main__.py"}  # the package's own doors, which look at the rooms
 

@@ -57,7 +57,7 @@ def run(installed: Path, *command: str) -> str:
 def test_nothing_of_the_package_is_missing(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     tree = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "linvit").rglob("*") if path.is_file()}
-    expected = {name for name in tree if "__pycache__" not in name}
+    expected = {"linvit_command.py", *(name for name in tree if "__pycache__" not in name)}
     assert {"linvit/py.typed", "linvit/cli/__init__.py"} <= expected
     assert {Path(name).suffix for name in expected} >= {".toml", ".html", ".css", ".js"}
     assert expected - names == set()

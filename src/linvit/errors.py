@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
 SHOWN = 9  # so many known names are listed, not more
 
@@ -12,7 +14,25 @@ class LinvitError(ValueError):
 
 
 class Unreadable(LinvitError):
-    """An image that cannot be read."""
+    """Images that cannot be read, each by its file's name with the reason."""
+
+    def __init__(self, *files: tuple[str, str], hint: str = "") -> None:
+        super().__init__(files, hint)
+        self.files, self.hint = files, hint
+
+    def __str__(self) -> str:
+        hint = f"; {self.hint}" if self.hint else ""
+        if len(self.files) == 1:
+            return f"cannot read image {': '.join(self.files[0])}{hint}"
+        lines = (f"{name}: {reason}" for name, reason in self.files)
+        return "\n  ".join([f"cannot read {len(self.files):,} images{hint}", *lines])
+
+    def __reduce__(self) -> Any:
+        return partial(type(self), hint=self.hint), self.files
+
+
+class Unwritable(LinvitError):
+    """A file that cannot be written: a full disk, mostly. Whatever is tried next will fail as well."""
 
 
 class NotHonoured(LinvitError):
@@ -31,13 +51,19 @@ class NotHonoured(LinvitError):
         return f"; {option} then begins as the filter nearest to the bias" if "relative_bias" in self.features else ""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> LinvitError:
-    """The error for a name nobody registered, with the nearest ones that exist."""
+def reason(error: BaseException) -> str:
+    """What an error of another library says, in its first line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def unknown(kind: str, name: str, known: Iterable[str], all_by: str = "") -> LinvitError:
+    """The error for a name nobody registered, with the nearest ones that exist, and `all_by` which command one sees
+    them all."""
     known = sorted(known)
     close = get_close_matches(name, known, n=3, cutoff=0.5)
     more = f", … and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known[:SHOWN])}{more}"
-    return LinvitError(f"unknown {kind} '{name}'; {hint}")
+    return LinvitError(f"unknown {kind} '{name}'; {hint}" + (f" ({all_by} shows all)" if all_by else ""))
 
 
 def unknown_model(kind: str, name: str, known: Iterable[str]) -> LinvitError:
@@ -47,3 +73,8 @@ def unknown_model(kind: str, name: str, known: Iterable[str]) -> LinvitError:
     if os.sep in name:
         return LinvitError(f"{kind} '{name}': there is no such folder")
     return unknown(kind, name, known)
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, without the rest."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

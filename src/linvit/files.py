@@ -8,6 +8,9 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unwritable
 
 try:
     import fcntl
@@ -23,28 +26,54 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 TEMPORARY = ".writing-"  # what temporary files' names begin with
+OWNER = re.compile(rf"{re.escape(TEMPORARY)}(\d+)-([0-9a-f]{{8}})-")  # and their process and machine
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a disk that takes no more
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # a file system without hard links, as on some cloud drives
+
+
+def place(path: str | Path) -> Path:
+    """Where something is to be written. An empty name is a mistake, often a shell variable that is not set."""
+    if not str(path).strip():
+        raise LinvitError("an empty path names no place to write to: give one, or . for this folder")
+    return Path(path)
 
 
 @contextmanager
 def temporary(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
     """A path beside `path` to write to; when the block ends well, the file is synced and takes the place of `path`.
     With `exclusive` a file that is there already stays, and FileExistsError is raised."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
-    os.close(handle)
-    beside = Path(name)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=own_prefix(), dir=path.parent)
+        os.close(handle)
+        beside = Path(name)
+        try:
+            yield beside
+            sync(beside)
+            beside.chmod(0o666 & ~umask())
+            if exclusive:
+                link(beside, path)
+            else:
+                os.replace(beside, path)
+            sync_folder(path.parent)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """What keeps a file or folder from being written, in one line."""
     try:
-        yield beside
-        sync(beside)
-        beside.chmod(0o666 & ~umask())
-        if exclusive:
-            link(beside, path)
-        else:
-            os.replace(beside, path)
-        sync_folder(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise Unwritable(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error comes from the disk and not from what was to be written there."""
+    return isinstance(error, Unwritable) or (isinstance(error, OSError) and error.errno in FULL)
 
 
 def link(beside: Path, path: Path) -> None:
@@ -104,29 +133,81 @@ def write_folder(folder: Path, files: Mapping[str, Callable[[str], object]]) -> 
     made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as beside:
+        clear_temporary(folder)
+        with temporary_folder(folder) as beside:
             for name, write_to in files.items():
-                path = Path(beside, name)
+                path = beside / name
                 write_to(str(path))
                 path.chmod(0o666 & ~umask())  # safetensors' files are for their owner only
                 sync(path)
             (folder / list(files)[-1]).unlink(missing_ok=True)
             for name in files:
-                os.replace(Path(beside, name), folder / name)
+                os.replace(beside / name, folder / name)
         sync_folder(folder)
     except BaseException as error:
         if made and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         if isinstance(error, OSError):
-            raise LinvitError(f"cannot write {folder}: {error}") from error
+            raise Unwritable(f"cannot write {folder}: {error}") from error
         raise
 
 
-def clear_temporary(folder: Path) -> None:
-    """Remove what a killed process left half written in a folder that no other process writes to now."""
-    for path in folder.glob(f"{TEMPORARY}*"):
-        if path.is_file():
-            path.unlink(missing_ok=True)
+@contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """A folder for the time being, in one that exists."""
+    with tempfile.TemporaryDirectory(prefix=own_prefix(), dir=parent) as folder:
+        yield Path(folder)
+
+
+def own_prefix() -> str:
+    """What the temporary files of this process begin with, which tells whether it still lives."""
+    return f"{TEMPORARY}{os.getpid()}-{hashlib.sha256(host().encode()).hexdigest()[:8]}-"
+
+
+def clear_temporary(*folders: Path) -> None:
+    """Remove what killed processes left half written right in these folders. What another machine writes is left alone
+    for a day."""
+    for path in (path for folder in folders for path in folder.glob(f"{TEMPORARY}*")):
+        with suppress(OSError):
+            if is_left(path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def is_left(path: Path) -> bool:
+    """Whether nobody writes to this temporary file any more."""
+    named = OWNER.match(path.name)
+    if named is None:
+        return True
+    if own_prefix().endswith(f"-{named[2]}-"):  # of this machine
+        return not process(int(named[1]))
+    return time.time() - path.stat().st_mtime > 24 * 3600
+
+
+def host() -> str:
+    """This machine since its start, and the container: where process numbers mean the same."""
+    name = socket.gethostname()
+    with suppress(OSError):
+        name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        name += " " + os.readlink("/proc/self/ns/pid")
+    return name
+
+
+def process(pid: int) -> dict[str, Any]:
+    """A living process with its start, as numbers are used again; empty for a dead one."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return {} if stat[0] in ("Z", "X") else {"pid": pid, "started": int(stat[19])}
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return {}
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return {}
+    except PermissionError:
+        pass
+    return {"pid": pid, "started": None}
 
 
 def umask() -> int:
@@ -151,15 +232,16 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: float | None = None, busy: str = "") -> Iterator[None]:
-    """Hold the lock of a file or folder. Without `wait`, as long as it takes; with it, `busy` is the error after so
-    many seconds. Where the file system has no locks, go on without."""
+def locked(path: Path, *, wait: float | None = None, busy: str = "", shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a file or folder, alone or with others who share it. Without `wait`, as long as it takes; with
+    it, `busy` is the error after so many seconds. Where the file system has no locks, go on without."""
     if fcntl is None:
         yield
         return
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    new = 0 if path.exists() else os.O_CREAT  # some systems refuse it for another user's file
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | new, 0o666)
     try:
-        acquire(handle, wait, busy)
+        acquire(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait, busy)
         try:
             yield
         finally:
@@ -169,11 +251,11 @@ def locked(path: Path, *, wait: float | None = None, busy: str = "") -> Iterator
         os.close(handle)
 
 
-def acquire(handle: int, wait: float | None, busy: str) -> None:
+def acquire(handle: int, kind: int, wait: float | None, busy: str) -> None:
     until = None if wait is None else time.monotonic() + wait
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX if until is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind if until is None else kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if until is not None and time.monotonic() > until:

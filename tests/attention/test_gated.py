@@ -154,7 +154,7 @@ def test_mhla_starts_with_near_blocks_and_serves_grids_that_do_not_divide() -> N
     torch.testing.assert_close(mixing.sum(0), torch.ones(9))
     corner = mixing[:, 0] / mixing[0, 0]
     torch.testing.assert_close(corner[[1, 4, 8]], 1 - torch.tensor([1.0, 2**0.5, 8**0.5]) / 8**0.5)
-    with pytest.raises(LinvitError, match="at least 1, got 0"):
+    with pytest.raises(LinvitError, match="blocks of mhla must be a whole number from 1 to 64, got 0"):
         create_attention("mhla", blocks=0)
 
 
@@ -227,7 +227,7 @@ def test_dynamic_filters_are_made_from_each_image() -> None:
         torch.testing.assert_close(found[image, :, 0], torch.zeros(2, 8, dtype=torch.float64))
     fresh = create_attention("relu_linear", heads=2, head_dim=8, dynamic=3, local=5)
     torch.testing.assert_close(fresh(*inputs(grid)[:3], grid), create_attention("relu_linear")(*inputs(grid)[:3]))
-    with pytest.raises(LinvitError, match="dynamic is the width of a convolution: an odd number, got 4"):
+    with pytest.raises(LinvitError, match="dynamic of relu_linear must be an odd number from 1 to 255 or 0, got 4"):
         create_attention("relu_linear", heads=2, head_dim=8, dynamic=4)
 
 

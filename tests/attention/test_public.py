@@ -14,17 +14,18 @@ from linvit.attention.mechanism import log_reference
 CLASSES = {
     *("Call", "Capabilities", "Mechanism", "Shape", "Size", "TokenGrid", "LinearAttention", "Fusion", "Formula"),
     *("Feature", "Direction", "EluPlusOne", "ReLU", "Sigmoid", "Normaliser", "Constant", "RowSum", "Unnormalised"),
-    *("GridConv", "NormShortcut", "Rotary", "TokenConv"),
+    *("GridConv", "NormShortcut", "Rotary", "TokenConv", "Range"),
 }
+TYPES = {"ConvWidth", "Count", "Eps", "Number"}  # of options
 FUNCTIONS = {
-    *("create_attention", "list_mechanisms", "mechanism_class", "options_of", "register"),
+    *("create_attention", "list_mechanisms", "mechanism_class", "options_of", "register", "check_options"),
     *("begin_at_zero", "lift", "regroup", "values_at_queries"),
 }
 
 
 def test_the_public_names() -> None:
-    assert set(attention.__all__) == CLASSES | FUNCTIONS
-    assert [name for name in attention.__all__ if not getattr(attention, name).__doc__] == []
+    assert set(attention.__all__) == CLASSES | FUNCTIONS | TYPES
+    assert [name for name in CLASSES | FUNCTIONS if not getattr(attention, name).__doc__] == []
 
 
 @pytest.mark.parametrize(

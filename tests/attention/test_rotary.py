@@ -201,7 +201,7 @@ def test_mistakes_are_one_line() -> None:
             stella(q, k, v, grid, **wrong)
     with pytest.raises(LinvitError, match="as many keys as queries, got 6 and 12"):
         stella(q, k[:, :, :6], v[:, :, :6], grid, rotary=rotary(grid))
-    with pytest.raises(LinvitError, match="unknown place of rotary position in stella 'befor'; did you mean before"):
+    with pytest.raises(LinvitError, match="unknown rotary of stella 'befor'; did you mean before"):
         create_attention("stella", rotary="befor")
     with pytest.raises(LinvitError, match="multiple of 4"):
         Rotary.axial(grid, 6)

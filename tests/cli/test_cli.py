@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import typer
@@ -14,7 +16,7 @@ from tests.cli.conftest import Outcome
 
 # The command line is small and frozen: a change here is a change of the interface, made on purpose.
 VERBS = {
-    "list": {"what", "--json"},
+    "list": {"what", "recipe", "--task", "--json"},
     "tables": {"name", "--check", "--json"},
     "theory": {"--samples", "--seed", "--plot", "--json"},
     "plan": {
@@ -36,7 +38,7 @@ VERBS = {
     "convert": {
         *("model", "--plan", "--output", "--keep", "--where", "--calibrate", "--plot", "--layers", "--drop"),
         *("--option", "--size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
-        *("--survey", "--json"),
+        *("--dry-run", "--overwrite", "--survey", "--json"),
     },
     "train": {
         *("model", "--data", "--output", "--recipe", "--plan", "--option", "--keep", "--drop", "--teacher", "--set"),
@@ -134,6 +136,88 @@ def test_wrong_verb_and_option(linvit: Callable[..., Outcome]) -> None:
     assert outcome.code == 2 and "Did you mean 'list'?" in outcome.err
     outcome = linvit("list", "--jsn")
     assert outcome.code == 2 and "--json" in outcome.err
+
+
+CONVERT = "convert deit_tiny_patch16_224 --no-pretrained --dry-run --plan"
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (f"{CONVERT} mixa:keep=abc", "keep of plan mixa must be"),
+        (f"{CONVERT} mixa --option keep=[[1]]", "keep of plan mixa must be"),
+        (f"{CONVERT} performer:features=-1", "features of performer must be"),
+        (f"{CONVERT} cosformer:variant=3", "variant of cosformer must be"),
+        (f"{CONVERT} window:window=abc", "window of window must be"),
+        (f"{CONVERT} castling --option kernel_size=-3", "kernel_size of castling must be"),
+        (f"{CONVERT} castling:eps=abc", "eps of castling must be"),
+        (f"{CONVERT} castling:eps=-1", "eps of castling must be"),
+        (f"{CONVERT} stella --model-arg num_heads=0", "cannot be built with"),
+        (f"{CONVERT} stella --model-arg img_size=[1]", "cannot be built with"),
+        ("train vit_tiny_patch16_224 --data digits -o x --plan castling:eps=-1", "eps of castling must be"),
+        ("compare digits -o x --dry-run --plan performer:features=-1", "features of performer must be"),
+        ("bench op --mechanism stella --heads 0", "at least 1"),
+        ("bench scaling --tokens -3", "Invalid value for '--tokens'"),
+    ],
+)
+def test_a_wrong_value_is_one_line(
+    linvit: Callable[..., Outcome], line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = linvit(*line.split())
+    assert outcome.code == 2 and message in outcome.err.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+def test_an_empty_output_is_a_mistake(linvit: Callable[..., Outcome]) -> None:
+    """Of every verb that writes: a shell variable that is not set must not write into the folder one is in."""
+    writing = [(name, c) for name, c in commands() if any("--output" in p.opts for p in c.params)]
+    assert len(writing) > 5
+    for name, command in writing:
+        needed = ["x" for p in command.params if p.required and p.param_type_name == "argument"]
+        outcome = linvit(*name.split(), *needed, "-o", "")
+        assert outcome.code == 2 and "an empty path names no place" in outcome.err, name
+
+
+QUICK = """
+import sys
+from linvit_command import main
+sys.argv[0] = "linvit"
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print("\\nheavy:", *sorted({"torch", "timm", "linvit"} & sys.modules.keys()))
+"""
+
+
+def quickly(*args: str, **environment: str) -> tuple[str, str]:
+    """What the installed command prints, and what of torch, timm and linvit it imported for it."""
+    command = [sys.executable, "-c", QUICK, *args]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **environment})
+    printed, _, heavy = done.stdout.rpartition("\nheavy:")
+    return printed, heavy.strip()
+
+
+def test_help_version_and_verbs_import_nothing_heavy(linvit: Callable[..., Outcome]) -> None:
+    """`import linvit` takes seconds. The help is the one that the verbs themselves give."""
+    from linvit import __version__
+
+    assert quickly("--version") == (f"linvit {__version__}\n", "")
+    shown, heavy = quickly("--help")
+    assert shown.splitlines()[1:] == linvit("--help").out.splitlines()[1:] and not heavy
+    assert "..." not in shown.partition("Commands:")[2]
+    words = {"COMP_WORDS": "linvit co", "COMP_CWORD": "1", "_LINVIT_COMPLETE": "complete_bash"}
+    assert quickly(**words) == ("convert\ncompare\n", "")
+
+
+def test_the_shell_completes_options_of_a_verb() -> None:
+    words = {"COMP_WORDS": "linvit convert --pl", "COMP_CWORD": "2", "_LINVIT_COMPLETE": "complete_bash"}
+    assert quickly(**words)[0] == "--plan\n--plot\n"
+
+
+def test_the_installed_command_runs_a_verb() -> None:
+    shown, heavy = quickly("list", "plans", "--json")
+    assert "mixa" in shown and heavy == "linvit timm torch"
 
 
 def test_python_m_linvit() -> None:

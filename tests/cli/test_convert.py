@@ -46,9 +46,35 @@ def test_report_and_folder(linvit: Run, tmp_path: Path) -> None:
     assert model(torch.randn(1, 3, 224, 224)).shape == (1, 7)
 
 
-def test_layers_to_keep(linvit: Run, tmp_path: Path) -> None:
+def test_a_dry_run_says_it_and_saves_nothing(linvit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it fetch anything: --no-pretrained is not needed."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("convert", DEIT, "--plan", "mixa", "--keep", "1", *SMALL)
+    dry = linvit(*asked[:-6], *SMALL[1:], "--dry-run", "-o", "out")
+    assert dry.code == 0 and "A dry run: nothing was saved." in dry.out and not list(tmp_path.iterdir())
+    assert dry.out.splitlines()[:-1] == linvit(*asked, "-o", "out").out.splitlines()[:-1]
+    assert linvit(*asked, "--dry-run", "--json").json["output"] is None
+    refused = linvit("convert", SWIN, *SMALL_SWIN, "--plan", "stella", "--dry-run")
+    assert refused.code == 2 and "--drop relative_bias,shift_mask gives up what it cannot" in refused.err
+
+
+def test_a_folder_is_not_overwritten_in_silence(linvit: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()  # an empty one is fine
+    asked = ("convert", DEIT, *SMALL, "-o", str(folder))
+    assert linvit(*asked, "--plan", "stella").code == 0
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    refused = linvit(*asked, "--plan", "sima")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == f"error: {folder} is there and not empty: give another folder, or --overwrite\n"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert linvit(*asked, "--plan", "sima", "--overwrite").code == 0
+    assert library.load(folder).blocks[0].attn.mechanism.name == "sima"
+
+
+def test_layers_to_keep(linvit: Run) -> None:
     def run(*args: str) -> list[str]:
-        return mechanisms(linvit("convert", DEIT, "-o", str(tmp_path), "--json", *args, *SMALL))
+        return mechanisms(linvit("convert", DEIT, "--dry-run", "--json", *args, *SMALL))
 
     assert run("--plan", "mixa", "--layers", "0,2") == ["relu_quadratic", "stella", "relu_quadratic"]
     assert run("--plan", "mixa", "--keep", "1", "--where", "last") == ["stella", "stella", "relu_quadratic"]
@@ -64,7 +90,7 @@ def test_options_and_plan_files(linvit: Run, tmp_path: Path) -> None:
     plan.write_text(json.dumps(as_plan("castling", kernel_size=5).to_dict()))
     outputs = []
     for args in (("--plan", "castling", "--option", "kernel_size=5"), ("--plan", str(plan))):
-        outcome = linvit("convert", DEIT, *args, "-o", str(tmp_path / "out"), "--json", *SMALL)
+        outcome = linvit("convert", DEIT, *args, "--dry-run", "--json", *SMALL)
         assert outcome.code == 0, outcome.err
         outputs.append({**outcome.json})
     assert outputs[0] == outputs[1] and outputs[0]["new_parameters"] == 3 * 3 * 5
@@ -109,7 +135,7 @@ def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
     command = ("convert", DEIT, "--plan", "stella", "--checkpoint", str(tmp_path / "w.safetensors"), "-o", first)
     assert linvit(*command, *arguments).code == 0
     assert linvit("convert", first, "--plan", "softmax", "-o", second).code == 0
-    refused = linvit("convert", first, "--plan", "softmax", "-o", second, "--model-arg", "depth=2")
+    refused = linvit("convert", first, "--plan", "softmax", "--dry-run", "--model-arg", "depth=2")
     assert refused.code == 2 and "is a saved model, which is built as it was: leave out --model-arg" in refused.err
     image = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
@@ -129,7 +155,10 @@ def test_checkpoint_and_a_saved_folder(linvit: Run, tmp_path: Path) -> None:
         ((DEIT, "--plan", "mixa", "--keep", "4", "-o", "x"), "cannot keep 4 layers: the model has 3"),
         ((DEIT, "--plan", "mixa", "--keep", "4", "--layers", "1", "-o", "x"), "give one of the two"),
         ((DEIT, "--plan", "mixa", "--layers", "1;2", "-o", "x"), "whole numbers with commas"),
-        ((DEIT, "--plan", "mixa", "--keep", "1", "--where", "middle", "-o", "x"), "unknown place for layers"),
+        (
+            (DEIT, "--plan", "mixa", "--keep", "1", "--where", "middle", "-o", "x"),
+            "unknown where of plan mixa 'middle'",
+        ),
         ((DEIT, "--plan", "mixa", "--where", "last", "-o", "x"), "--where places the layers that --keep counts"),
         ((DEIT, "--plan", "mixa", "--where", "first", "--layers", "1", "-o", "x"), "give --keep too"),
         ((DEIT, "--plan", "mixa", "--keep", "1", "--option", "keep=2", "-o", "x"), "layers to keep are given twice"),
@@ -169,7 +198,8 @@ def test_hub_out_of_reach(linvit: Run, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(timm, "create_model", unreachable)
     outcome = linvit("convert", DEIT, "--plan", "stella", "-o", str(tmp_path / "x"))
     assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "We couldn't connect to the hub); give --checkpoint FILE or --no-pretrained" in outcome.err
+    assert f"cannot get the pretrained weights of {DEIT} (" in outcome.err
+    assert outcome.err.endswith("); give --checkpoint FILE or --no-pretrained\n")
 
 
 def test_survey(linvit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +223,7 @@ def test_calibration_says_which_layers_it_kept(linvit: Run, tmp_path: Path) -> N
     measured = [layer["index"] for layer in outcome.json["sensitivity"]["layers"] if layer["kept"]]
     assert measured == [i for i, name in enumerate(names) if name == "relu_quadratic"] and len(measured) == 1
     assert bars.stat().st_size > 5000
-    again = linvit("convert", DEIT, *args, *SMALL)
+    again = linvit("convert", DEIT, *args, "--overwrite", *SMALL)
     assert "“turn”" in again.out and "2 images" in again.out
 
 
@@ -237,7 +267,7 @@ def test_calibration_names_a_file_that_breaks_off(linvit: Run, tmp_path: Path) -
         (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--where", "last"), "give keep=<a number>"),
         (("--plan", "mixa", "--calibrate", ".", "--option", "keep=[1]"), "give keep=<a number>"),
         (("--plan", "mixa", "--calibrate", ".", "--layers", "1"), "give keep=<a number>"),
-        (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--option", "lokal=3"), "unexpected keyword argument"),
+        (("--plan", "mixa", "--calibrate", ".", "--keep", "1", "--option", "lokal=3"), "option of plan mixa 'lokal'"),
         (("--plan", "mixa", "--calibrate", "nowhere"), "nowhere is no folder of images"),
     ],
 )

@@ -1,12 +1,20 @@
-"""The progress bar keeps quiet for two seconds, and always when nobody watches."""
+"""The progress bar keeps quiet for two seconds, and always when nobody watches; any text goes to any stream."""
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from linvit.cli import output
+from linvit.cli import main, output
+from tests.cli.conftest import Outcome
+from tests.cli.training import MODEL, SMALL, folder_of
 
 
 @pytest.fixture
@@ -54,3 +62,70 @@ def test_an_error_inside_stops_the_bar(terminal: None, monkeypatch: pytest.Monke
 def test_json_refuses_what_no_reader_takes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError):
         output.print_json({"x": float("nan")})
+
+
+ODD = "a[red]"
+
+
+def test_names_are_printed_as_they_are(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    """`[…]` is no markup, in paths and in names of classes."""
+    photos = folder_of(tmp_path / "p[/x]", train={ODD: 4, "b": 4}, val={ODD: 2, "b": 2})
+    run = tmp_path / "run[/b]"
+    trained = linvit("train", *MODEL, f"--data={photos}", *SMALL, "-o", str(run))
+    assert trained.code == 0, trained.err
+    assert f"Models: {run / 'best'}, {run / 'last'}" in trained.out
+    evaluated = linvit("eval", str(run / "best"), f"--data={photos}", "--device=cpu", "--per-class")
+    assert evaluated.code == 0 and ODD in evaluated.out
+    photo = photos / "val" / ODD / "0.png"
+    predicted = linvit("predict", str(run / "best"), str(photo), "--device=cpu")
+    assert predicted.code == 0 and str(photo) in predicted.out and predicted.out.count(ODD) == 2
+    converted = linvit("convert", str(run / "best"), "--plan=stella", "-o", str(tmp_path / "c[/b]"))
+    assert converted.code == 0 and f"Saved to {tmp_path / 'c[/b]'}" in converted.out.replace("\n", "")
+
+
+def test_escape_codes_have_no_effect(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    outcome = linvit("train", *MODEL, f"--data={tmp_path}/\x1b[2Jnone", "-o", str(tmp_path / "run"))
+    assert outcome.code == 2 and "\x1b" not in outcome.err and "\\x1b[2Jnone" in outcome.err
+    made = output.table([("\x1b[31mred", output.styled(("\x07bell", "bold")))], a=0, b=0)
+    shown = output.console()
+    shown.file = io.StringIO()
+    shown.print(made)
+    assert "\\x1b[31mred" in shown.file.getvalue() and "\\x07bell" in shown.file.getvalue()
+
+
+def list_to(monkeypatch: pytest.MonkeyPatch, stream: Any) -> int:
+    """What `linvit list` exits with when stdout is this stream."""
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(SystemExit) as stop:
+        main(["list", "plans"])
+    return int(stop.value.code or 0)
+
+
+def test_a_stdout_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding="ascii")
+    assert list_to(monkeypatch, stream) == 0
+    stream.flush()
+    assert b"mixa" in buffer.getvalue()
+    output.say("5 × 5 caf\udce9")
+    stream.flush()
+    assert buffer.getvalue().endswith(b"5 \\xd7 5 caf\\udce9\n")
+
+
+def test_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list_to(monkeypatch, None) == 0
+
+
+def test_a_reader_that_has_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        assert list_to(monkeypatch, stream) in (0, 1)
+        stream.flush()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_full_disk_behind_stdout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    assert list_to(monkeypatch, stream) == 2
+    assert capsys.readouterr().err == "error: cannot write: No space left on device\n"

@@ -106,6 +106,28 @@ def test_a_resumed_run_keeps_its_classes(linvit: Linvit, tmp_path: Path) -> None
     assert refused.code == 2 and "was begun with classes a, b in this order: resume it so" in refused.err
 
 
+def test_a_resumed_run_keeps_its_images_and_labels(linvit: Linvit, tmp_path: Path) -> None:
+    photos = folder_of(tmp_path / "photos", train={"a": 4, "b": 4}, val={"a": 2, "b": 2})
+    args = ["train", *MODEL, f"--data={photos}", *SMALL, "-o", str(tmp_path / "run"), "--resume"]
+    assert linvit(*args).code == 0 and linvit(*args).code == 0
+    a, b = photos / "train" / "a", photos / "train" / "b"
+    whole = (a / "0.png").read_bytes()
+
+    changes = {
+        "labels": (lambda: (a / "0.png").rename(b / "9.png"), lambda: (b / "0.png").rename(a / "9.png")),
+        "image": (lambda: (a / "0.png").write_bytes(whole + b"more"),),
+    }
+    for what, change in changes.items():
+        shutil.copytree(photos, tmp_path / what)
+        for step in change:
+            step()
+        refused = linvit(*args)
+        assert refused.code == 2 and "was begun with other images or labels of the same number" in refused.err
+        shutil.rmtree(photos)
+        shutil.copytree(tmp_path / what, photos)
+        assert linvit(*args).code == 0, "put back, it goes on"
+
+
 def test_two_runs_in_one_folder(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "PATIENCE", 0.3)
     args = ["train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path / "run")]
@@ -147,7 +169,7 @@ def test_hub_out_of_reach(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(timm, "create_model", unreachable)
     refused = linvit("train", MODEL[0], "--data=digits", *DEIT, "-o", str(tmp_path / "run"))
-    assert refused.code == 2 and refused.err.endswith("(no hub); give --no-pretrained\n")
+    assert refused.code == 2 and refused.err.endswith("); give --no-pretrained\n")
 
 
 def test_eval_mistakes(linvit: Linvit, teacher: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from linvit.comparison.results import (
     TrainingIdentity,
 )
 from linvit.comparison.scheduling.store import Store, hardware_for, head_of
+from linvit.errors import Unwritable
 
 
 def make_task(number: int, kind: str = "run", needs: tuple[str, ...] = (), **extra: Any) -> Task:
@@ -104,6 +105,8 @@ def quick(task: Task, store: Store, *, device: str, shared: int, watch: Any) -> 
         meet(store.folder / "meeting", task.key)
     if odd.get("error"):
         raise RuntimeError(odd["error"])
+    if odd.get("full"):
+        raise Unwritable("cannot write the model: No space left on device")
     work = store.work_folder(task.key)
     work.mkdir(parents=True, exist_ok=True)
     (work / "tries").open("a").write("x")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,3 +277,47 @@ def test_a_loss_that_is_not_ruled_out_is_named(tmp_path: Path) -> None:
     delta = row_of(contents, "stella").delta
     assert delta is not None and delta.interval is not None and not delta.clear and delta.interval[0] < -1
     assert "do not tell from zero nor from a loss of more than 1 point" in contents.answer.sentences[1]
+
+
+SMALL = {"mechanisms": ["softmax", "stella"], "patches": [4], "sizes": (64,), "seeds": (0,), "epochs": 2}
+
+
+def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all values in plain data, of lists the first only."""
+    for name, value in data.items() if isinstance(data, dict) else enumerate(data[:1]):
+        yield (*path, name)
+        if isinstance(value, dict | list):
+            yield from leaves(value, (*path, name))
+
+
+@pytest.mark.parametrize("folder", ["runs", "speeds", "failures"])
+def test_one_bad_file_does_not_poison_a_store(folder: str, tmp_path: Path) -> None:
+    """Infinity, which JSON writes as a large number, another type, nothing: left aside with a note, or reported."""
+    store = write_store(
+        tmp_path / "s", mechanisms=["softmax", "stella"], patches=[4], sizes=(64,), seeds=(0,), epochs=2
+    )
+    path = min(store.glob(f"{folder}/*.json"))
+    text, chance, noted = path.read_text(), random.Random(0), 0
+    whole = gather([store])
+    for place in leaves(json.loads(text)):
+        data = json.loads(text)
+        inner = data
+        for name in place[:-1]:
+            inner = inner[name]
+        inner[place[-1]] = chance.choice([float("inf"), 10**40, "x", None, 0, -1, [], {"a": 1}])
+        path.write_text(json.dumps(data).replace("Infinity", "1e999"))
+        contents = gather([store])
+        markdown(contents), spreadsheet(contents), render(contents)
+        noted += len(contents.results.notes) > len(whole.results.notes)
+    assert noted > 5
+
+
+@pytest.mark.parametrize("text", ["1e999", "-1e999", "NaN", "1" + "0" * 400, "[" * 100_000])
+def test_numbers_that_are_none_are_left_aside(text: str, tmp_path: Path) -> None:
+    store = write_store(
+        tmp_path / "s", mechanisms=["softmax", "stella"], patches=[4], sizes=(64,), seeds=(0,), epochs=2
+    )
+    path = min(store.glob("runs/*.json"))
+    path.write_text(re.sub(r'"seconds": [0-9.]+', f'"seconds": {text}', path.read_text()))
+    notes = gather([store]).results.notes
+    assert any(f"runs/{path.name} was left aside: it is damaged" in note for note in notes)

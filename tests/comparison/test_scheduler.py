@@ -20,7 +20,7 @@ from linvit.comparison.scheduling.places.gpus import Gpus
 from linvit.comparison.scheduling.places.place import Here
 from linvit.comparison.scheduling.scheduler import Board, run
 from linvit.comparison.scheduling.store import Store
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unwritable
 from tests.comparison.tasks import log, make_result, make_task, quick, runs_of, speeds_of
 
 FORK = multiprocessing.get_context("fork")
@@ -225,3 +225,23 @@ def test_a_spoilt_gpu_stops_the_process(tmp_path: Path, monkeypatch: pytest.Monk
         run(tasks, store, Here(quick), watch=Heard())
     assert len(store.failures(tasks[0].key)) == 1 and not store.claimed(tasks[0])
     assert board.open() == [tasks[1]]
+
+
+@pytest.mark.parametrize("place", [Here, Gpus])
+def test_a_full_disk_ends_the_work_and_is_no_tasks_failure(tmp_path: Path, place: type) -> None:
+    store, tasks = Store(tmp_path), [make_task(number, full=True) for number in range(3)]
+    with pytest.raises(Unwritable, match=r"cannot write .*model: No space left on device"):
+        run(tasks, store, place(quick), watch=lambda *_: None)
+    assert not store.failures() and not any(store.claimed(task) for task in tasks)
+
+
+def test_a_result_that_cannot_be_written_ends_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, task = Store(tmp_path), make_task(1)
+
+    def full(*_: object) -> None:
+        raise Unwritable("cannot write it: No space left on device")
+
+    monkeypatch.setattr(Store, "write", full)
+    with pytest.raises(Unwritable, match="No space left"):
+        run([task], store, Here(quick), watch=lambda *_: None)
+    assert not store.failures() and not store.claimed(task)

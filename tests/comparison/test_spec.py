@@ -100,7 +100,7 @@ def test_candidates_are_written_in_one_way() -> None:
     ("text", "message"),
     [
         ("stela", "did you mean stella"),
-        ("mixa:kep=2", "unexpected keyword argument 'kep'"),
+        ("mixa:kep=2", "unknown option of plan mixa 'kep'; did you mean keep"),
         ("efficient:variant=sofmax", "did you mean softmax"),
         ("xca:lpy=true", "did you mean lpi"),
         ("softmax:x=1", "unknown option of softmax 'x'"),

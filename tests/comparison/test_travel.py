@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import lzma
 import os
+import random
 import tarfile
 from pathlib import Path
 
@@ -15,8 +18,9 @@ from linvit.comparison.description.spec import load
 from linvit.comparison.scheduling import travel
 from linvit.comparison.scheduling.store import Store
 from linvit.comparison.scheduling.travel import Archive, merge, open_store, pack, store_name
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unwritable
 from tests.comparison.tasks import make_result, make_task, runs_of
+from tests.full_disk import small_files
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -111,15 +115,100 @@ def test_an_archive_that_swells_is_refused(tmp_path: Path, monkeypatch: pytest.M
     for limit in ("LARGEST", "MOST"):
         with monkeypatch.context() as patch:
             patch.setattr(travel, limit, 4000)
+            patch.setattr(travel, "SWELLING", 0)
             with pytest.raises(LinvitError, match="holds more than"):
                 list(Archive(tmp_path / "here.tar.xz").results())
-            if limit == "MOST":
-                patch.setattr(travel, "SWELLING", 0)
             with pytest.raises(LinvitError, match="holds more than a store could: not merged"):
                 merge(Store(tmp_path / "there"), tmp_path / "here.tar.xz")
             assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]
     assert merge(Store(tmp_path / "there"), tmp_path / "here.tar.xz")["runs"] == 1
     assert len(list(Archive(tmp_path / "here.tar.xz").results())) == 1
+
+
+def test_a_small_archive_cannot_fill_a_disk(tmp_path: Path) -> None:
+    """613 kB became 600 MB."""
+    with lzma.open(tmp_path / "bomb.tar.xz", "wb", preset=0) as out, tarfile.open(fileobj=out, mode="w") as archive:
+        for number in range(12):
+            info = tarfile.TarInfo(f"store/teachers/{number:016x}/model.safetensors")
+            info.size = 2**23
+            archive.addfile(info, io.BytesIO(bytes(info.size)))
+    assert (tmp_path / "bomb.tar.xz").stat().st_size < 2**18
+    with pytest.raises(LinvitError, match="holds more than a store could: not merged"):
+        merge(Store(tmp_path / "there"), tmp_path / "bomb.tar.xz")
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """And nothing is half there: neither in the archive nor in the store."""
+    store, teacher = Store(tmp_path / "here"), make_task(1, "teacher")
+    store.write(teacher, make_result(teacher))
+    folder = store.teacher_folder(teacher.key)
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(os.urandom(100_000))
+    pack(store, tmp_path / "store.tar")
+    with small_files(50_000):
+        with pytest.raises(Unwritable, match=r"cannot write .*again.tar: File too large"):
+            pack(store, tmp_path / "again.tar")
+        with pytest.raises(Unwritable, match=r"cannot merge .*store.tar into .*: .*File too large"):
+            merge(Store(tmp_path / "there"), tmp_path / "store.tar")
+        with pytest.raises(Unwritable, match=r"cannot write .*File too large"):
+            merge(Store(tmp_path / "elsewhere"), store.folder)
+    assert not (tmp_path / "again.tar").exists() and not list((tmp_path / "there").iterdir())
+    assert not (tmp_path / "elsewhere" / "teachers" / teacher.key).exists()
+    assert merge(Store(tmp_path / "there"), tmp_path / "store.tar")["teachers"] == 1
+
+
+def test_a_large_file_in_a_folder_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, task = Store(tmp_path / "here"), make_task(1)
+    store.write(task, make_result(task))
+    monkeypatch.setattr(travel, "LARGEST", 100)
+    other = Store(tmp_path / "there")
+    assert not any(merge(other, store.folder).values()) and "larger than a result could be" in other.notes[0]
+
+
+def test_a_flipped_bit_in_an_archive_changes_nothing_without_a_note(tmp_path: Path) -> None:
+    store, teacher = Store(tmp_path / "here"), make_task(9, "teacher")
+    for task in (teacher, *(make_task(number) for number in range(3))):
+        store.write(task, make_result(task, top1=51.25))
+    store.ask(load("digits"))
+    folder = store.teacher_folder(teacher.key)
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(os.urandom(2000))
+    pack(store, tmp_path / "store.tar")
+    content, wanted = (tmp_path / "store.tar").read_bytes(), contents(store.folder)
+    chance, noted = random.Random(0), 0
+    for number in range(60):
+        damaged = bytearray(content)
+        damaged[chance.randrange(len(content) - 5000)] ^= 1 << chance.randrange(8)
+        (tmp_path / "damaged.tar").write_bytes(damaged)
+        other, changed = Store(tmp_path / f"there{number}"), True
+        try:
+            merge(other, tmp_path / "damaged.tar")
+            changed = contents(other.folder) != wanted
+            assert all(wanted.get(name) == found for name, found in contents(other.folder).items())
+        except LinvitError as error:
+            other.note(str(error))
+        assert bool(other.notes) or not changed
+        noted += changed
+        try:
+            read = open_store(tmp_path / "damaged.tar")
+            results = list(read.results())
+            assert read.notes or results == list(store.results())
+        except LinvitError:
+            pass
+    assert noted > 20
+
+
+def test_a_result_that_was_changed_is_left_aside(tmp_path: Path) -> None:
+    store, task = Store(tmp_path), make_task(1)
+    store.write(task, make_result(task, top1=51.25))
+    path = store.path(task)
+    path.write_text(path.read_text().replace("51.25", "91.25"))
+    assert not store.finished(task) and "it is damaged: its digest is wrong" in store.notes[0]
+    old = json.loads(path.read_text())
+    del old["digest"]
+    path.write_text(json.dumps(old))
+    assert store.finished(task), "files from before there were digests are believed"
 
 
 def test_what_is_no_archive(tmp_path: Path) -> None:

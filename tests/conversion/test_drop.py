@@ -9,11 +9,11 @@ import pytest
 import timm
 import torch
 
-from linvit import LinvitError
 from linvit.attention import list_mechanisms
-from linvit.conversion import Choice, Plan, Rule, as_plan, convert, droppable, find_hosts
+from linvit.conversion import Choice, Plan, Rule, as_plan, convert, droppable, find_hosts, list_plans
 from linvit.conversion.convert import asks_of
 from linvit.conversion.host import FEATURES
+from linvit.errors import LinvitError, NotHonoured
 from tests.conversion.families import FAMILIES, Family
 
 every = pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -110,3 +110,22 @@ def test_removed_counts_numbers_and_tensors() -> None:
     report = convert(model, "stella", drop=("relative_bias", "shift_mask"))
     assert report.removed_parameters == sum(p.numel() for p in tables) and len(report.removed) == len(tables)
     assert f"\nremoved {report.removed_parameters:,} parameters of dropped features, in 4 tensors\n" in str(report)
+
+
+@pytest.mark.parametrize("plan", [name for name in list_plans() if name != "auto"])
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "beit_base_patch16_224", "vit_small_patch16_dinov3"])
+def test_one_rule_for_what_is_given_up(name: str, plan: str) -> None:
+    """What the plan's own list or the user names, and nothing else; the report says which of the two it was."""
+    family = by_name[name]
+    permitted, model, given = set(as_plan(plan).drop), family.build(), as_plan(plan, keep=1)
+    try:
+        report = convert(model, given, size=family.sizes[0])
+    except NotHonoured as refused:
+        assert not permitted & set(refused.features)
+        report = convert(model, given, size=family.sizes[0], drop=refused.features)
+        asked = next(line for line in report.losses if line.startswith("given up as asked: "))
+        assert all(feature in asked for feature in refused.features)
+    gone = {feature for layer in report.layers for feature in layer.dropped} - set(report.asked)
+    assert gone <= permitted
+    told = [line for line in str(report).splitlines() if line.startswith(f"plan {plan} gave up ")]
+    assert len(told) == bool(gone) and all(feature in told[0] for feature in gone)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from torchvision.models import VisionTransformer
 
 import linvit
 from linvit import LinvitError
@@ -55,6 +57,43 @@ def test_what_is_not_known_is_one_line(tmp_path: Path) -> None:
         open_original(model, "x")
     linvit.save(model, tmp_path / "m")
     assert "source" not in json.loads((tmp_path / "m" / CONFIG).read_text())["conversions"][0]
+
+
+def test_an_unreachable_hub_is_one_line_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once, without the hub's own minute of retries; what lies in the cache is not asked for at all."""
+    from huggingface_hub import constants, utils
+
+    asked = []
+
+    class Nowhere:
+        def head(self, address: str, timeout: float) -> None:
+            asked.append((address, timeout))
+            raise OSError("no route to host")
+
+    monkeypatch.setattr(utils, "get_session", Nowhere)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    begun = time.monotonic()
+    with pytest.raises(LinvitError) as error:
+        open_model(NAME)
+    assert str(error.value) == (
+        f"cannot get the pretrained weights of {NAME} (the Hugging Face hub cannot be reached and its cache does not "
+        "hold them); give --no-pretrained"
+    )
+    assert len(asked) == 1 and asked[0][1] <= 5 and time.monotonic() - begun < 5
+    assert constants.HF_HUB_OFFLINE is False
+
+
+def test_convert_says_what_it_cannot_take() -> None:
+    with pytest.raises(LinvitError, match=r"takes a model, not 'deit_x': build it with timm.create_model\('deit_x'"):
+        linvit.convert("deit_x", "stella")  # type: ignore[arg-type]
+    with pytest.raises(LinvitError, match="takes a model, not 3"):
+        linvit.convert(3, "stella")  # type: ignore[arg-type]
+    with pytest.raises(LinvitError, match="Linear has no attention that linvit can swap"):
+        linvit.convert(torch.nn.Linear(2, 2), "stella")
+    theirs = VisionTransformer(32, 16, 1, 2, 8, 8)
+    with pytest.raises(LinvitError, match=r"torchvision's VisionTransformer .* \(MultiheadAttention\): .* from timm"):
+        linvit.convert(theirs, "stella")
 
 
 def test_a_name_that_opens_nothing_is_one_line(tmp_path: Path) -> None:

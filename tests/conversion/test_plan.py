@@ -76,7 +76,7 @@ def test_learned_positions_are_laid_out_for_the_input_size(model: nn.Module) -> 
         ("mixa", {"keep": 7}, "cannot keep 7 layers: the model has 4"),
         ("mixa", {"keep": (0, 4)}, "names layer 4, but the model has layers 0–3"),
         ("mixa", {"where": "frst"}, "did you mean first"),
-        ("mixa", {"kept": 7}, "unexpected keyword"),
+        ("mixa", {"kept": 7}, "unknown option of plan mixa 'kept'; did you mean keep"),
         ("xca", {"lpi": True}, "between attention and MLP"),
         (Plan("mine", Choice("stella"), (Rule(None, pattern="stage"),)), {}, "matches no layer"),
         (Plan("mine", Choice("stella")), {"local": 3}, "finished plan"),

@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linvit import LinvitError
-from linvit.attention import list_mechanisms
+from linvit import LinvitError, attention
+from linvit.attention import Mechanism, Shape, list_mechanisms, mechanism_class
+from linvit.codec import to_plain
 from linvit.conversion import Choice, Pick, Plan, Rule, as_plan
 from linvit.conversion.plan import PLACES, PLANS
 
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
-choices = st.none() | st.builds(Choice, st.sampled_from(list_mechanisms()), st.dictionaries(st.text(), values))
+examples = [
+    Choice(name, to_plain(options))
+    for name in list_mechanisms()
+    for options in (*mechanism_class(name).examples, *({"variant": v} for v in mechanism_class(name).variants))
+]
+choices = st.none() | st.sampled_from(examples)
 picks = st.builds(Pick, st.integers(0, 99), st.sampled_from(PLACES))
 layers = st.none() | picks | st.lists(st.integers(0, 99), max_size=5).map(tuple)
 patterns = st.none() | st.sampled_from([r"blocks\.[01]\.", "downsample$", "stages.(0|2)", ""])
@@ -63,7 +67,7 @@ GOOD: dict[str, Any] = {"version": 1, "name": "mine", "default": None}
         ({**GOOD, "rules": [{"layers": ["0"]}]}, "layers of rules of the plan must be a whole number, got '0'"),
         (
             {**GOOD, "rules": [{"layers": {"count": True}}]},
-            "count of layers of .* must be a whole number, got True",
+            "count of layers of .* must be a whole number of at least 0, got True",
         ),
         ({**GOOD, "rules": [{"layers": {"count": 2, "where": "frist"}}]}, "did you mean first"),
         ({**GOOD, "rules": [{"pattern": "("}]}, "not a regular expression"),
@@ -76,6 +80,13 @@ def test_what_is_no_plan_is_one_line(data: Any, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_an_option_that_json_cannot_hold() -> None:
+def test_an_option_that_json_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mechanism of someone's own, whose constructor does not say what it takes."""
+
+    class Loose(Mechanism):
+        def __init__(self, shape: Shape, *, feature=None) -> None:
+            super().__init__(shape)
+
+    monkeypatch.setitem(attention._MECHANISMS, "loose", Loose)
     with pytest.raises(LinvitError, match="JSON cannot hold"):
-        Plan("mine", Choice("stella", {"feature": object()})).to_dict()
+        Plan("mine", Choice("loose", {"feature": object()})).to_dict()

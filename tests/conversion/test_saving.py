@@ -199,7 +199,20 @@ ROW = {"name": "blocks.0.attn", "mechanism": "stella", "options": {}, "grid": No
         ({"layers": [{**ROW, "mechanism": "stela"}]}, "unknown mechanism 'stela'; did you mean stella"),
         ({"layers": [{**ROW, "name": "blocks.9.attn"}]}, "names the layer blocks.9.attn"),
         ({"layers": [{**ROW, "options": {"kernel": 3}}]}, "unknown option of"),
+        ({"layers": [{**ROW, "options": {"local": -1}}]}, "local of stella must be an odd number from 1 to 255 or 0"),
+        ({"layers": [{**ROW, "dropped": ["x"]}]}, "unknown feature to drop 'x'"),
+        ({"layers": [{**ROW, "grid": [0, 1, 0]}]}, "a token grid needs height and width of at least 1"),
+        ({"preprocessing": {"std": [0, 1, 1]}}, "std of .*config.json must be a number from 0.001 to 1000, got 0"),
+        ({"preprocessing": {"input_size": [3, -1, 224]}}, "input_size of .* must be a whole number of at least 1"),
+        ({"preprocessing": {"interpolation": "bicubc"}}, "did you mean bicubic"),
         ({"conversions": [{"plan": {"version": 2}}]}, "version 2, this linvit reads up to 1"),
+        *(
+            ({"args": {**VIT, argument: value}}, "cannot be built with|do not fit the config")
+            for argument, value in (
+                *(("embed_dim", 0), ("embed_dim", "x"), ("depth", 1.5), ("num_heads", 0), ("img_size", [])),
+                *(("depth", {}), ("num_classes", -1), ("norm_layer", "x"), ("patch_size", 0)),
+            )
+        ),
     ],
 )
 def test_a_config_that_cannot_be_read_is_one_line(saved: Path, changes: dict[str, Any], message: str) -> None:
@@ -256,6 +269,14 @@ def test_damaged_and_missing_files_are_one_line(saved: Path) -> None:
         load(saved)
     with pytest.raises(LinvitError, match="there is no folder"):
         load(saved / "nowhere")
+
+
+def test_an_empty_path_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-o "$DIR"` with DIR not set must not write here."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LinvitError, match="an empty path names no place"):
+        save(converted(), "")
+    assert not list(tmp_path.iterdir())
 
 
 class Runs:

@@ -45,6 +45,22 @@ def test_kernel_and_reference_agree(case: Case, masked: bool, device: torch.devi
         assert relative_rms(one, other) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["stella", "taylor", "relu_linear", "efficient", "mobile", "relu_quadratic"])
+def test_the_edges_on_the_kernels(name: str, device: torch.device) -> None:
+    """No key at all is zero, a masked key of NaN does not leak, and float16 holds large numbers."""
+    mechanism = Case(name).build(GRID, impl="triton").to(device)
+    q, k, v, x = (t.to(device) for t in inputs(GRID))
+    mask = torch.arange(GRID.tokens, device=device) < torch.tensor([[0], [20]], device=device)
+    k, v = (t.masked_fill(~mask[:, None, :, None], float("nan")) for t in (k, v))
+    tensors = tuple(t.requires_grad_() for t in (q, k, v, x))
+    out = call(mechanism, tensors, GRID, mask=mask)
+    assert not out[0].any() and out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), tensors[:3]))
+    large = tuple(t.to(device) for t in inputs(GRID, dtype=torch.float16, scale=100.0))
+    for _ in range(2):  # the second call takes the short way
+        assert call(mechanism, large, GRID).isfinite().all()
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_castling_trains_with_its_softmax_branch_beside_the_kernel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import linvit
 from linvit.errors import LinvitError
 from linvit.training.callbacks import Masks
-from linvit.training.checkpoints import read, write
+from linvit.training.checkpoints import checksum, read, write
 from linvit.training.config import Stage
 from linvit.training.engine.loop import Diverged
 from linvit.training.engine.step import Stepper
@@ -167,6 +168,42 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     last.write_bytes(data)
     with pytest.raises(LinvitError, match="its checksum is wrong"):
         read(last)
+
+
+def header_of(path: Path) -> int:
+    """Where the header of a safetensors file ends."""
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def test_a_changed_state_falls_back_with_a_line(whole: Any, tmp_path: Path) -> None:
+    _, last = interrupted(tmp_path)
+    content = last.read_bytes()
+    assert content.count(b'\\"step\\": 6') >= 1
+    last.write_bytes(content.replace(b'\\"step\\": 6', b'\\"step\\": 9'))
+    notes: list[dict[str, Any]] = []
+    made, _ = train(rich_model(), tmp_path, resume=True, watch=notes.append, **RICH)
+    texts = [note["text"] for note in notes if note["kind"] == "note"]
+    assert f"the checkpoint {last} is damaged: its checksum is wrong; trying the one before" in texts[0]
+    assert "resumed after step 5 of 12" in texts[1] and same(weights(made.model), whole[1])
+
+
+def test_any_flipped_bit_of_a_header_is_noticed(tmp_path: Path) -> None:
+    _, last = interrupted(tmp_path)
+    content, chance = last.read_bytes(), random.Random(0)
+    for _ in range(150):
+        damaged = bytearray(content)
+        damaged[chance.randrange(header_of(last))] ^= 1 << chance.randrange(7)
+        copied = tmp_path / "copied.safetensors"
+        copied.write_bytes(damaged)
+        with pytest.raises(LinvitError, match=r"copied.safetensors"):
+            read(copied)
+
+
+def test_checkpoints_of_the_first_format_are_read(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3)}
+    old = {"step": 4, "format": 1, "checksum": checksum(tensors)}
+    safetensors.torch.save_file(tensors, tmp_path / "old.safetensors", {"linvit": json.dumps(old)})
+    assert read(tmp_path / "old.safetensors")[1]["step"] == 4
 
 
 def test_another_run_may_not_go_on(tmp_path: Path) -> None:

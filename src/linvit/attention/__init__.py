@@ -3,11 +3,10 @@
 A new one is a file in this folder with `@register(...)`.
 """
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, Literal
 
 from linvit.attention.linear import (
     Constant,
@@ -34,17 +33,22 @@ from linvit.attention.local import (
     values_at_queries,
 )
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift
+from linvit.attention.options import ConvWidth, Count, Eps, Number, Range
+from linvit.attention.plugins import VARIABLE, import_plugins
 from linvit.attention.rotary import Rotary
+from linvit.codec import check_keywords, keywords
 from linvit.errors import LinvitError, unknown
 
 __all__ = [
-    "Call", "Capabilities", "Constant", "Direction", "EluPlusOne", "Feature", "Formula", "Fusion", "GridConv",
-    "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "ReLU", "Rotary", "RowSum", "Shape", "Sigmoid",
-    "Size", "TokenConv", "TokenGrid", "Unnormalised", "begin_at_zero", "create_attention", "lift", "list_mechanisms",
-    "mechanism_class", "options_of", "register", "regroup", "values_at_queries",
+    "Call", "Capabilities", "Constant", "ConvWidth", "Count", "Direction", "EluPlusOne", "Eps", "Feature", "Formula",
+    "Fusion", "GridConv", "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "Number", "Range", "ReLU",
+    "Rotary", "RowSum", "Shape", "Sigmoid", "Size", "TokenConv", "TokenGrid", "Unnormalised", "begin_at_zero",
+    "check_options", "create_attention", "lift", "list_mechanisms", "mechanism_class", "options_of", "register",
+    "regroup", "values_at_queries",
 ]  # fmt: skip
 
 _MECHANISMS: dict[str, type[Mechanism]] = {}
+_complete = False  # whether other packages were asked for theirs
 BRANCHES: dict[str, type[WithLocal]] = {"local": WithLocal, "dynamic": WithDynamic}  # options of every mechanism
 IMPLEMENTATIONS = ("auto", "triton", "reference")
 
@@ -62,29 +66,56 @@ def register(name: str, *, paper: str) -> Callable[[type[Mechanism]], type[Mecha
     return add
 
 
+def registry() -> dict[str, type[Mechanism]]:
+    """All mechanisms by name, with those of other packages."""
+    global _complete
+    if not _complete:
+        _complete = True  # before they are imported, for they may ask as well
+        try:
+            import_plugins()
+        except LinvitError:
+            _complete = False
+            raise
+    return _MECHANISMS
+
+
 def list_mechanisms() -> list[str]:
     """Names of all mechanisms, sorted."""
-    return sorted(_MECHANISMS)
+    return sorted(registry())
 
 
 def mechanism_class(name: str) -> type[Mechanism]:
     """The class registered under `name`."""
-    if name not in _MECHANISMS:
-        raise unknown("mechanism", name, _MECHANISMS)
-    return _MECHANISMS[name]
+    if name not in registry():
+        error = unknown("mechanism", name, registry())
+        own = "" if "did you mean" in str(error) else f"; one of your own has to be imported, or named in {VARIABLE}"
+        raise LinvitError(f"{error}{own}")
+    return registry()[name]
 
 
 def options_of(name: str) -> dict[str, Any]:
     """The options a mechanism takes beside its shape, with their defaults."""
-    options: dict[str, Any] = {}
-    for cls in reversed(mechanism_class(name).__mro__):
-        if issubclass(cls, Mechanism) and "__init__" in vars(cls):
-            for parameter in inspect.signature(cls).parameters.values():
-                if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-                    options[parameter.name] = parameter.default
-    if not mechanism_class(name).variants:
-        options.pop("variant", None)
-    return {**options, **mechanism_class(name).shared, **dict.fromkeys(BRANCHES, 0)}
+    return {option: default for option, (_, default) in declared(mechanism_class(name)).items()}
+
+
+def declared(cls: type[Mechanism]) -> dict[str, tuple[Any, Any]]:
+    """The type and the default of every option, as the constructors of a mechanism's classes annotate them."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Mechanism) and "__init__" in vars(base):
+            found |= keywords(base.__init__)
+    variant = found.pop("variant", None)
+    if variant is not None and cls.variants:
+        found["variant"] = (Literal[cls.variants] | None, variant[1])
+    family = {option: kind for option, kind in keywords(cls.share).items() if option in cls.shared}
+    return {**found, **family, **dict.fromkeys(BRANCHES, (ConvWidth | Literal[0], 0))}
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A mechanism's options as its constructor takes them. One that it does not have, or a value of another type or out
+    of range, is an error: here, once, for Python, the command line and saved models."""
+    kinds = {option: kind for option, (kind, _) in declared(mechanism_class(name)).items()}
+    return check_keywords(options, kinds, name)
 
 
 def create_attention(
@@ -97,17 +128,14 @@ def create_attention(
     cls = mechanism_class(name)
     if impl not in IMPLEMENTATIONS:
         raise unknown("implementation", impl, IMPLEMENTATIONS)
-    known = options_of(name)
-    for option in options:
-        if option not in known:
-            raise unknown(f"option of {name}", option, known)
-    shared = {option: value for option, value in options.items() if option in cls.shared}
-    own = {option: value for option, value in options.items() if option not in BRANCHES and option not in shared}
+    own = check_options(name, options)
+    shared = {option: own.pop(option) for option in list(own) if option in cls.shared}
+    branches = [(branch, own.pop(option, 0)) for option, branch in BRANCHES.items()]
     mechanism = cls(Shape(heads, head_dim, value_dim, dim, grid), **own)
     mechanism.share(**shared)
-    for option, branch in BRANCHES.items():
-        if options.get(option):
-            mechanism = branch(mechanism, options[option])
+    for branch, width in branches:
+        if width:
+            mechanism = branch(mechanism, width)
     mechanism.impl, mechanism.options = impl, options
     return mechanism
 

@@ -13,13 +13,18 @@ prefix tokens (registers) get the same treatment, each its own bias (inferred). 
 pooling as well. With pooled keys, v is resized to the queries before the convolution.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift, register
 from linvit.attention.local import GridConv, values_at_queries
+from linvit.attention.options import Range
 from linvit.errors import LinvitError
+
+Side = Annotated[int, Range(1, 64)]
 
 
 @register("agent", paper="Agent Attention")
@@ -29,7 +34,7 @@ class Agent(Mechanism):
     builds_on_grid = True
     examples = ({"agents": 2}, {"agents": (2, 3)})
 
-    def __init__(self, shape: Shape, *, agents: int | tuple[int, int] = 7) -> None:
+    def __init__(self, shape: Shape, *, agents: Side | tuple[Side, Side] = 7) -> None:
         super().__init__(shape)
         height, width = (agents, agents) if isinstance(agents, int) else agents
         self.agents = TokenGrid(height, width)
@@ -46,7 +51,7 @@ class Agent(Mechanism):
         else:
             kept = grid.to_map(grid.split(call.query_mask[:, None, :, None].to(q.dtype))[1])
             share = F.adaptive_avg_pool2d(kept, side).clamp_min(1e-6)  # where nothing is kept the agent is zero
-            pooled = F.adaptive_avg_pool2d(picture * kept, side) / share
+            pooled = F.adaptive_avg_pool2d(torch.where(kept > 0, picture, 0.0), side) / share
         return self.agents.from_map(pooled, q.shape[1])
 
     def collect_and_hand_out(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ pooled keys or subsampled queries take ½·v and the convolution from v brought 
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenConv, lift, register, values_at_queries
 from linvit.attention.linear import Constant, Direction, Formula, Fusion, LinearAttention
-from linvit.errors import LinvitError
+from linvit.attention.options import ConvWidth, Eps
 
 
 @register("castling", paper="Castling-ViT")
@@ -44,16 +45,14 @@ class Castling(LinearAttention):
     sparse_scale: Tensor
 
     def __init__(
-        self, shape: Shape, *, kernel_size: int | None = 9, sparse: bool = False, threshold: float | None = None,
-        eps: float = 1e-6,
+        self, shape: Shape, *, kernel_size: ConvWidth | Literal[0] | None = 9, sparse: bool = False,
+        threshold: Eps | None = None, eps: Eps = 1e-6,
     ) -> None:  # fmt: skip
         super().__init__(shape)
         self.sparse, self.threshold, self.eps = sparse, threshold, eps
         self.feature = Direction(eps)
         self.conv = None
         if kernel_size:
-            if kernel_size % 2 == 0:
-                raise LinvitError(f"castling's convolution needs an odd kernel_size, got {kernel_size}")
             self.require("heads")
             self.conv = TokenConv(shape.heads or 0, kernel_size)
         if sparse:
@@ -117,7 +116,7 @@ class Angular(Mechanism):
     capabilities = Capabilities(linear=False, rotary="products")
     variants = ("row_sum", "output_norm")
 
-    def __init__(self, shape: Shape, *, variant: str | None = None, eps: float = 1e-6) -> None:
+    def __init__(self, shape: Shape, *, variant: str | None = None, eps: Eps = 1e-6) -> None:
         super().__init__(shape, variant=variant)
         self.eps = eps
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linvit.attention import Call, LinearAttention, ReLU, RowSum, Shape, Size, TokenGrid, register
+from linvit.attention.options import Eps
 
 
 @register("cosformer", paper="cosFormer")
@@ -28,7 +29,7 @@ class CosFormer(LinearAttention):
     feature = ReLU()
     variants = ("grid", "sequence")
 
-    def __init__(self, shape: Shape, *, variant: str | None = None, eps: float = 1e-6) -> None:
+    def __init__(self, shape: Shape, *, variant: str | None = None, eps: Eps = 1e-6) -> None:
         super().__init__(shape, variant=variant)
         self.normaliser = RowSum(eps, clamp=True)
         self.capabilities = replace(self.capabilities, grid=self.variant == "grid", equivariant=False)

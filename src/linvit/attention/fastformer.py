@@ -67,13 +67,14 @@ class Fastformer(Mechanism):
         scores = scores.float() * (x.shape[-1] // heads) ** -0.5
         if call.mask is not None:
             scores = scores.masked_fill(~call.mask.unsqueeze(-1), float("-inf"))
+            x = x.masked_fill(~call.mask.unsqueeze(-1), 0.0)
         pooled = (scores.softmax(1).to(x.dtype).transpose(1, 2) @ x).float().unflatten(-1, (heads, -1))
         return pooled.diagonal(dim1=1, dim2=2).transpose(1, 2)
 
     def pool(self, x: Tensor, scores: Tensor, call: Call) -> Tensor:
         """The average of x over the tokens, weighted by the softmax of `scores`: `(batch, heads, 1, head_dim)`."""
         weights = call.keep(scores * x.shape[-1] ** -0.5, float("-inf")).softmax(-2)
-        return weights.transpose(-2, -1) @ x
+        return weights.transpose(-2, -1) @ call.keep(x)
 
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         raise LinvitError(f"{self.name} gates each token with a vector of them all: it has no map")

@@ -13,13 +13,17 @@ With pooled keys the code resizes v linearly along the raster order before the c
 """
 
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, GridConv, LinearAttention, RowSum, Shape, Size, register
+from linvit.attention.options import ConvWidth, Eps, Range
 from linvit.attention.qt import KeyPosition
+
+Power = Annotated[int, Range(1, 32)]
 
 
 @register("focused", paper="FLatten Transformer")
@@ -28,7 +32,7 @@ class Focused(LinearAttention):
     needs = ("heads", "head_dim", "grid")
     builds_on_grid = True
 
-    def __init__(self, shape: Shape, *, power: int = 3, kernel_size: int = 5, eps: float = 1e-6) -> None:
+    def __init__(self, shape: Shape, *, power: Power = 3, kernel_size: ConvWidth = 5, eps: Eps = 1e-6) -> None:
         super().__init__(shape)
         self.power, self.eps = power, eps
         self.normaliser = RowSum(eps, per_key=True)

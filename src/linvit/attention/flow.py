@@ -14,6 +14,7 @@ Variants: `vision` (default, the file Flowformer's image models use) adds eps to
 from torch import Tensor
 
 from linvit.attention import Call, LinearAttention, Shape, Size, Unnormalised, register
+from linvit.attention.options import Eps
 
 
 def conserved_flows(
@@ -43,7 +44,7 @@ class Flow(LinearAttention):
     variants = ("vision", "general")
     normaliser = Unnormalised()  # the features carry it
 
-    def __init__(self, shape: Shape, *, variant: str | None = None, eps: float = 1e-6) -> None:
+    def __init__(self, shape: Shape, *, variant: str | None = None, eps: Eps = 1e-6) -> None:
         super().__init__(shape, variant=variant)
         self.eps = eps
 

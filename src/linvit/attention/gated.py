@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Constant, EluPlusOne, LinearAttention, RowSum, Shape, Size, register
 from linvit.attention.local import Gate, GridConv, run, values_at_queries
+from linvit.attention.options import ConvWidth
 
 
 class GatedLinear(LinearAttention):
@@ -34,7 +35,7 @@ class GatedLinear(LinearAttention):
     shared_filters = False  # by the heads
 
     def __init__(
-        self, shape: Shape, *, variant: str | None = None, kernel_size: int | None = 5, gate: bool = True
+        self, shape: Shape, *, variant: str | None = None, kernel_size: ConvWidth | None = 5, gate: bool = True
     ) -> None:
         super().__init__(shape, variant=variant)
         self.conv = self.gate = None
@@ -102,7 +103,9 @@ class NaLa(GatedLinear):
     normaliser = RowSum(1e-6, per_key=True)
     activation = "silu"
 
-    def __init__(self, shape: Shape, *, kernel_size: int | None = 5, gate: bool = True, norm: bool = True) -> None:
+    def __init__(
+        self, shape: Shape, *, kernel_size: ConvWidth | None = 5, gate: bool = True, norm: bool = True
+    ) -> None:
         super().__init__(shape, kernel_size=kernel_size, gate=gate)
         self.norm = None
         if norm:

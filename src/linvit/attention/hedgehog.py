@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from linvit.attention import Call, LinearAttention, RowSum, Shape, Size, register
+from linvit.attention.options import Eps
 
 
 @register("hedgehog", paper="The Hedgehog & the Porcupine")
@@ -20,7 +21,7 @@ class Hedgehog(LinearAttention):
     variants = ("exp", "softmax")
     needs = ("heads", "head_dim")
 
-    def __init__(self, shape: Shape, *, variant: str | None = None, eps: float = 1e-6) -> None:
+    def __init__(self, shape: Shape, *, variant: str | None = None, eps: Eps = 1e-6) -> None:
         super().__init__(shape, variant=variant)
         heads, head_dim = shape.heads or 1, shape.head_dim or 1
         self.normaliser = RowSum(eps)

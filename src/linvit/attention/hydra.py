@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linvit.attention import Call, Capabilities, LinearAttention, Shape, Size, Unnormalised, register, regroup
+from linvit.attention.options import Eps
 
 
 @register("hydra", paper="Hydra Attention")
@@ -21,7 +22,7 @@ class Hydra(LinearAttention):
     shared = {"centre": False}
     normaliser = Unnormalised()
 
-    def __init__(self, shape: Shape, *, eps: float = 1e-6) -> None:
+    def __init__(self, shape: Shape, *, eps: Eps = 1e-6) -> None:
         super().__init__(shape)
         self.eps = eps
 

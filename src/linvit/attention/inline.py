@@ -6,7 +6,7 @@
 The weights are normalised by subtraction: rows sum to one without a division, so queries of one direction and
 different lengths stay apart. Subtracting the mean is the same as centring the keys, which is how it is computed; with
 φ = identity, the default of the code, the linear part is ViTALiTy's first-order Taylor attention. `kernel` names the
-code's other φ: relu, leaky_relu (0.01) and exp (of 0.2·t).
+code's other φ: relu, leaky_relu (0.01) and exp (of 0.2·t, of 30 at most: float32 has to hold its products).
 
 The residual's kernel is G2(GELU(G1(mean of the block's input over all tokens))), both maps grouped by heads; it acts on
 patches only. With pooled keys v is resized to the queries first (inferred).
@@ -14,6 +14,7 @@ patches only. With pooled keys v is resized to the queries first (inferred).
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,13 @@ from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Constant, LinearAttention, Shape, Size, register, values_at_queries
 from linvit.attention.local import filter_each, run
-from linvit.errors import LinvitError, unknown
+from linvit.errors import LinvitError
 
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "relu": torch.relu,
     "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
-    "exp": lambda x: torch.exp(0.2 * x),
+    "exp": lambda x: torch.exp((0.2 * x).clamp(max=30.0)),
 }
 
 
@@ -38,10 +39,8 @@ class InLine(LinearAttention):
     normaliser = Constant(lambda keys, head_dim: 1 / keys)
     examples = ({}, {"kernel": "exp"})
 
-    def __init__(self, shape: Shape, *, kernel: str = "identity") -> None:
+    def __init__(self, shape: Shape, *, kernel: Literal["identity", "relu", "leaky_relu", "exp"] = "identity") -> None:
         super().__init__(shape)
-        if kernel not in KERNELS:
-            raise unknown("kernel of inline", kernel, KERNELS)
         heads, channels = shape.heads or 1, shape.channels
         if channels % heads:
             raise LinvitError(f"inline groups the block's {channels} channels by {heads} heads, which do not divide")
@@ -63,7 +62,9 @@ class InLine(LinearAttention):
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         assert call.x is not None
-        kernels = run(self.residual, call.mean(call.x.to(out.dtype))[:, :, None, None]).reshape(len(v), -1, 3, 3)
+        kernels = (
+            run(self.residual, call.mean(call.x.to(out.dtype))[:, :, None, None]).flatten(1).unflatten(1, (-1, 3, 3))
+        )
         return out + filter_each(values_at_queries(call.keep(v), call), kernels, call.grid)
 
     def macs(self, size: Size) -> int:

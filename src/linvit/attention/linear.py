@@ -9,15 +9,15 @@ Rotary position turns the features, in the numerator only: see `Rotary`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift
+from linvit.attention.precision import lower
 from linvit.attention.rotary import Rotary
-from linvit.errors import unknown
 from linvit.kernels import linear as kernel
 from linvit.kernels.fused import plain, signature_of, unserved
 from linvit.kernels.linear import Formula
@@ -149,7 +149,6 @@ class Fusion:
 
 
 TURNED = "it has no rotary position on features"  # why the kernel cannot
-PLACES = ("after", "before")  # the feature map, for rotary position
 MOST_KNOWN = 256  # signatures that a mechanism keeps; a service may see any number of them
 UNKNOWN: tuple[str, TokenGrid | None, Any] = ("", None, None)
 
@@ -180,21 +179,19 @@ class LinearAttention(Mechanism):
             signature = signature_of(q, k, v)
             impl, known, formula = self.known.get(signature, UNKNOWN)
             if impl == self.impl and (grid is known or grid is None or grid == known):
-                return kernel.op(q, k, v, None, None, formula, signature)
+                return lower(kernel.op(q, k, v, None, None, formula, signature), v.dtype)
         return super().forward(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x, rotary=rotary)
 
-    def share(self, *, rotary: str = "after", centre: bool = False, **options: Any) -> None:
+    def share(self, *, rotary: Literal["after", "before"] = "after", centre: bool = False, **options: Any) -> None:
         """`rotary` says whether rotary position turns features, or q and k before the feature map; `centre` takes from
         each key the mean of all keys, which softmax would not see and a feature map does."""
-        if rotary not in PLACES:
-            raise unknown(f"place of rotary position in {self.name}", rotary, PLACES)
         if rotary == "before" and self.capabilities.rotary != "products":
             self.capabilities = replace(self.capabilities, rotary="before")
         self.centre = centre
 
     def enter(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
         if self.centre:
-            k = (lift(k) - call.keep(lift(k)).sum(-2, keepdim=True) / call.keys).to(k.dtype)
+            k = call.keep(lift(k) - call.keep(lift(k)).sum(-2, keepdim=True) / call.keys).to(k.dtype)
         return super().enter(q, k, call)
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> None:
@@ -288,5 +285,5 @@ class LinearAttention(Mechanism):
 
 def regroup(x: Tensor, heads: int) -> Tensor:
     """The same channels in another number of heads: `(batch, h, tokens, d)` to `(batch, heads, tokens, h·d/heads)`."""
-    batch, _, tokens, _ = x.shape
-    return x.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
+    batch, old, tokens, width = x.shape
+    return x.transpose(1, 2).reshape(batch, tokens, heads, old * width // heads).transpose(1, 2)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, register
+from linvit.attention.options import Count
 
 
 @register("linformer", paper="Linformer; Fair Comparison (LA)")
@@ -30,7 +31,7 @@ class Linformer(Mechanism):
     examples = ({}, {"rank": 4, "share_kv": True})
 
     def __init__(
-        self, shape: Shape, *, variant: str | None = None, rank: int | None = None, share_kv: bool = False
+        self, shape: Shape, *, variant: str | None = None, rank: Count | None = None, share_kv: bool = False
     ) -> None:
         super().__init__(shape, variant=variant)
         assert shape.grid

@@ -5,7 +5,7 @@ the grid: branches over the grid add nothing to them.
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,8 @@ class GridConv(nn.Module):
         prefix, patches = grid.split(v)
         picture = grid.to_map(patches)
         channels = self.conv.in_channels
-        local = run(self.conv, picture.reshape(-1, channels, grid.height, grid.width))
+        pictures = batch * heads * width // channels
+        local = run(self.conv, picture.reshape(pictures, channels, grid.height, grid.width))
         local = grid.from_map(local.reshape(batch, heads * width, grid.height, grid.width), heads)
         return torch.cat((torch.zeros_like(prefix), local), dim=2) if grid.prefix else local
 
@@ -98,8 +99,10 @@ class GridConv(nn.Module):
 def filter_each(v: Tensor, kernels: Tensor, grid: TokenGrid) -> Tensor:
     """Values on the grid convolved with filters of each image's own, `(batch, heads · channels, size, size)`."""
     batch, heads, _, width = v.shape
+    if not batch:  # a convolution of no groups is an error
+        return v.new_zeros(0, heads, grid.tokens, width)
     _, patches = grid.split(v)
-    picture = grid.to_map(patches).reshape(1, -1, grid.height, grid.width)
+    picture = grid.to_map(patches).reshape(1, batch * heads * width, grid.height, grid.width)
     kernels = kernels.reshape(picture.shape[1], 1, *kernels.shape[-2:])
     local = F.conv2d(picture, kernels, padding=kernels.shape[-1] // 2, groups=picture.shape[1])
     local = grid.from_map(local.reshape(batch, heads * width, grid.height, grid.width), heads)
@@ -185,12 +188,8 @@ class WithLocal(Mechanism):
     nothing. The mechanism inside does all it did; one whose paper has a branch of its own keeps it beside this one.
     """
 
-    option: ClassVar[str] = "local"
-
     def __init__(self, inner: Mechanism, kernel_size: int) -> None:
         self.name, self.paper = inner.name, inner.paper  # type: ignore[misc]
-        if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
-            raise LinvitError(f"{self.option} is the width of a convolution: an odd number, got {kernel_size!r}")
         super().__init__(inner.shape)
         self.require("heads", "head_dim")
         self.built_for |= inner.built_for
@@ -250,8 +249,6 @@ class WithDynamic(WithLocal):
     As JetViT's (CVPR 2026), which says what makes the filters and not how large it is: an MLP of the mean values, with
     an eighth of their channels inside (inferred). Zero at first.
     """
-
-    option = "dynamic"
 
     def branch(self, channels: int, kernel_size: int) -> Any:
         return DynamicConv(channels, kernel_size)

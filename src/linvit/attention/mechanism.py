@@ -6,7 +6,6 @@ often in a better order) and `macs`. `finish` adds an output norm, a gate or a l
 """
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from linvit.attention.precision import lift, lower, outside_autocast
 from linvit.attention.rotary import Rotary
 from linvit.attention.shapes import Shape, Size, TokenGrid
 from linvit.errors import LinvitError, unknown
@@ -72,6 +72,14 @@ class Call:
         """Features with their rotary position, if there is any."""
         return phi if self.rotary is None else self.rotary.features(phi)
 
+    def with_some_key(self) -> "tuple[Call, Tensor | None]":
+        """The call with all keys where a mask leaves an image none, and which images these are, `(batch, 1, 1, 1)`:
+        their output is zero, as in PyTorch's attention, and nothing divides by zero keys."""
+        if self.mask is None:
+            return self, None
+        nothing = ~self.mask.any(-1, keepdim=True)
+        return replace(self, mask=self.mask | nothing), nothing[:, :, None, None]
+
     @property
     def keys(self) -> int | Tensor:
         """How many keys take part: a number, or `(batch, 1, 1, 1)` under a mask."""
@@ -117,10 +125,8 @@ class Mechanism(nn.Module):
         self.shape = shape
         self.built_for: set[str] = set()
         self.require(*self.needs)
-        if variant is not None and not self.variants:
-            raise LinvitError(f"{self.name} has no variants, got variant='{variant}'")
-        if variant is not None and variant not in self.variants:
-            raise unknown(f"variant of {self.name}", variant, self.variants)
+        if variant not in (None, *self.variants):
+            raise unknown(f"variant of {self.name}", str(variant), self.variants)
         self.variant = variant or (self.variants[0] if self.variants else "")
         self.impl = "auto"
         self.options: dict[str, Any] = {}  # what create_attention was given beside the shape
@@ -189,18 +195,24 @@ class Mechanism(nn.Module):
         windows of shifted images do. `rotary` turns q and k, or their features.
         """
         call = self._check(q, k, v, grid, key_grid, mask, bias, x, rotary)
+        k, v = call.keep(k), call.keep(v)  # a weight of zero times NaN is NaN
+        call, nothing = call.with_some_key()
         with outside_autocast(q.device):
-            q, k, call = self.enter(q, k, call)
-            if self.impl != "reference":
-                out = self.fused(q, k, v, call) if self.triton or self.impl == "auto" else NO_KERNEL
-                if not isinstance(out, str):
-                    return out
-                if self.impl == "triton":
-                    raise LinvitError(f"{self.name} cannot run on the Triton kernel: {out}")
-                if not torch.compiler.is_compiling():
-                    log_reference(self.name, out)
-            lifted = lift(q), lift(k), lift(v)
-            return self.finish(self.core(*lifted, call), *lifted, call).to(v.dtype)
+            out = lower(self._attend(q, k, v, call), v.dtype)
+        return out if nothing is None else out.masked_fill(nothing, 0.0)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        q, k, call = self.enter(q, k, call)
+        if self.impl != "reference":
+            out = self.fused(q, k, v, call) if self.triton or self.impl == "auto" else NO_KERNEL
+            if not isinstance(out, str):
+                return out
+            if self.impl == "triton":
+                raise LinvitError(f"{self.name} cannot run on the Triton kernel: {out}")
+            if not torch.compiler.is_compiling():
+                log_reference(self.name, out)
+        lifted = lift(q), lift(k), lift(v)
+        return self.finish(self.core(*lifted, call), *lifted, call)
 
     @torch.no_grad()
     def why_reference(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, **given: Any) -> str | None:
@@ -221,9 +233,12 @@ class Mechanism(nn.Module):
         It takes `key_grid`, `mask`, `bias` and `rotary` as a call does.
         """
         call = self._check(q, k, None, grid, **given)
+        k = call.keep(k)
+        call, nothing = call.with_some_key()
         with outside_autocast(q.device):
             q, k, call = self.enter(q, k, call)
-            return self.implied_map(lift(q), lift(k), call)
+            found = self.implied_map(lift(q), lift(k), call)
+        return found if nothing is None else found.masked_fill(nothing, 0.0)
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor | None, grid: TokenGrid | None, key_grid: TokenGrid | None = None,
@@ -292,19 +307,3 @@ class Mechanism(nn.Module):
 def log_reference(name: str, why: str) -> None:
     """Once for each reason."""
     logging.getLogger("linvit").debug("%s takes the reference: %s", name, why)
-
-
-def lift(x: Tensor) -> Tensor:
-    """Half precision to float32; float32 and float64 as they are."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-# Asked once, because the compiler of torch 2.11 cannot look into the question and would break the graph at it.
-AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind))
-
-
-def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast does not reach inside: sums over tokens overflow in half precision."""
-    if device.type in AUTOCAST and (torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type)):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

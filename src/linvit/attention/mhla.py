@@ -17,6 +17,7 @@ all blocks and see all, with weight 1.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, GridConv, LinearAttention, RowSum, Shape, Size, TokenGrid, register
 from linvit.attention.local import values_at_queries
-from linvit.errors import LinvitError
+from linvit.attention.options import ConvWidth, Eps, Range
+
+Side = Annotated[int, Range(1, 64)]
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,10 @@ class MHLA(LinearAttention):
     normaliser = RowSum(1e-6)
 
     def __init__(
-        self, shape: Shape, *, variant: str | None = None, blocks: int = 4, kernel_size: int | None = 5,
-        eps: float = 1e-6,
+        self, shape: Shape, *, variant: str | None = None, blocks: Side = 4, kernel_size: ConvWidth | None = 5,
+        eps: Eps = 1e-6,
     ) -> None:  # fmt: skip
         super().__init__(shape, variant=variant)
-        if blocks < 1:
-            raise LinvitError(f"blocks of mhla is how many there are along a side: at least 1, got {blocks}")
         self.blocks, self.eps, self.conv = blocks, eps, None
         self.mixing = nn.Parameter(nearness(blocks))
         if kernel_size:
@@ -98,16 +99,18 @@ class MHLA(LinearAttention):
         common = first_k.transpose(-2, -1) @ first_v
         mixed = (mixing @ states.flatten(-2)).unflatten(-1, states.shape[-2:]) + common.unsqueeze(2)
         out = of_q.join(first_q @ (states.sum(2) + common), tiles_q @ mixed)
-        return out / self.row_sums(phi_q, phi_k, of_q, of_k)
+        return out / self.row_sums(phi_q, phi_k, call)
 
-    def row_sums(self, phi_q: Tensor, phi_k: Tensor, of_q: Blocks, of_k: Blocks) -> Tensor:
+    def row_sums(self, phi_q: Tensor, phi_k: Tensor, call: Call) -> Tensor:
         """What the output is divided by, `(batch, heads, queries, 1)`."""
+        of_q, of_k = Blocks(call.grid, self.blocks), Blocks(call.key_grid, self.blocks)
         (first_q, tiles_q), (first_k, tiles_k) = of_q.cut(phi_q), of_k.cut(phi_k)
         mixing, sums, common = self.mixing.abs().to(phi_q.dtype), tiles_k.sum(-2), first_k.sum(-2)
         if self.variant == "paper":
             rows = tiles_q @ (mixing @ sums + common.unsqueeze(2)).unsqueeze(-1)
         else:
-            own = (tiles_q @ sums.unsqueeze(-1)).squeeze(-1)
+            _, others = of_q.cut(phi_q if call.query_mask is None else call.keep(phi_q))
+            own = (others @ sums.unsqueeze(-1)).squeeze(-1)
             rows = (mixing @ own).unsqueeze(-1) + tiles_q @ common[:, :, None, :, None]
         return of_q.join(first_q @ (sums.sum(2) + common).unsqueeze(-1), rows) + self.eps
 
@@ -118,7 +121,7 @@ class MHLA(LinearAttention):
         weights = self.mixing.abs().to(q.dtype)[of_q.of_tokens(q.device)][:, of_k.of_tokens(k.device)]
         weights = F.pad(weights, (call.key_grid.prefix, 0, call.grid.prefix, 0), value=1.0)
         products = call.turn(phi_q) @ call.turn(phi_k).transpose(-2, -1)
-        return weights * products / self.row_sums(phi_q, phi_k, of_q, of_k)
+        return weights * products / self.row_sums(phi_q, phi_k, call)
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return out if self.conv is None else out + self.conv(values_at_queries(call.keep(v), call), call.grid)

@@ -28,6 +28,7 @@ The ablations of the poster's table, all inferred from their names:
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -45,11 +46,10 @@ from linvit.attention import (
 )
 from linvit.attention.flow import conserved_flows
 from linvit.attention.local import run
-from linvit.errors import LinvitError, unknown
+from linvit.attention.options import Count, Eps
+from linvit.errors import LinvitError
 from linvit.kernels import linear
 from linvit.kernels import mobile as kernel
-
-GATES = ("se", "glu")
 
 
 @register("mobile", paper="Mobile-Attention")
@@ -59,16 +59,14 @@ class Mobile(LinearAttention):
     variants = ("poster", "released")
     examples = (
         *({"small_head_dim": small} for small in (2, 4, None)),
-        *({"competition": False, "gate": gate} for gate in (None, *GATES)),
+        *({"competition": False, "gate": gate} for gate in (None, "se", "glu")),
     )
 
     def __init__(
-        self, shape: Shape, *, variant: str | None = None, small_head_dim: int | None = 2, competition: bool = True,
-        gate: str | None = None, eps: float = 1e-6,
+        self, shape: Shape, *, variant: str | None = None, small_head_dim: Count | None = 2, competition: bool = True,
+        gate: Literal["se", "glu"] | None = None, eps: Eps = 1e-6,
     ) -> None:  # fmt: skip
         super().__init__(shape, variant=variant)
-        if gate is not None and gate not in GATES:
-            raise unknown("gate of mobile", gate, GATES)
         if not competition and self.variant == "released":
             raise LinvitError("variant='released' of mobile divides by the flows: it needs competition=True")
         self.small_head_dim, self.competition, self.gate, self.eps = small_head_dim, competition, gate, eps

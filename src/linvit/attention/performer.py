@@ -19,11 +19,15 @@ detaches (the shift cancels up to the 1e-4).
 """
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from linvit.attention import Call, Capabilities, LinearAttention, RowSum, Shape, Size, register
+from linvit.attention.options import Eps, Range
+
+Features = Annotated[int, Range(1, 65536)]
 
 
 @register("performer", paper="Performer; Fair Comparison (PA)")
@@ -37,7 +41,7 @@ class Performer(LinearAttention):
     projection: Tensor
 
     def __init__(
-        self, shape: Shape, *, variant: str | None = None, features: int | None = None, eps: float | None = None
+        self, shape: Shape, *, variant: str | None = None, features: Features | None = None, eps: Eps | None = None
     ) -> None:
         super().__init__(shape, variant=variant)
         assert shape.heads and shape.head_dim

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from linvit.attention import Call, LinearAttention, RowSum, Shape, Size, register, regroup
 from linvit.attention.gated import GatedLinear, signs
+from linvit.attention.options import ConvWidth, Number
 from linvit.attention.qt import KeyPosition
 from linvit.errors import LinvitError
 
@@ -31,7 +32,9 @@ class Pola(GatedLinear):
     normaliser = RowSum(1e-6, per_key=True)
     shared_filters = True
 
-    def __init__(self, shape: Shape, *, alpha: float = 4.0, kernel_size: int | None = 5, gate: bool = True) -> None:
+    def __init__(
+        self, shape: Shape, *, alpha: Number = 4.0, kernel_size: ConvWidth | None = 5, gate: bool = True
+    ) -> None:
         super().__init__(shape, kernel_size=kernel_size, gate=gate)
         heads, head_dim = shape.heads or 1, shape.head_dim or 1
         if shape.values % 2:

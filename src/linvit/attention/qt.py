@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from linvit.attention import Call, NormShortcut, Shape, TokenGrid, lift, register, values_at_queries
 from linvit.attention.linear import Constant, Formula, Fusion, LinearAttention, RowSum, Unnormalised
+from linvit.attention.options import Eps, Number
 from linvit.errors import LinvitError
 
 
@@ -63,7 +64,7 @@ class QuadraticTaylor(LinearAttention):
 
     def __init__(
         self, shape: Shape, *, variant: str | None = None, position: bool = False, shortcut: bool = False,
-        beta: float = 0.0, eps: float = 1e-15,
+        beta: Number = 0.0, eps: Eps = 1e-15,
     ) -> None:  # fmt: skip
         super().__init__(shape, variant=variant)
         if beta and self.variant != "compact":

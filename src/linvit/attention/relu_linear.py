@@ -7,13 +7,14 @@ Katharopoulos et al. EfficientViT's code has eps = 1e-15 and timm's 1e-5; the de
 """
 
 from linvit.attention import EluPlusOne, Feature, LinearAttention, ReLU, RowSum, Shape, register
+from linvit.attention.options import Eps
 
 
 @register("relu_linear", paper="EfficientViT")
 class ReluLinear(LinearAttention):
     feature: Feature = ReLU()
 
-    def __init__(self, shape: Shape, *, eps: float = 1e-6) -> None:
+    def __init__(self, shape: Shape, *, eps: Eps = 1e-6) -> None:
         super().__init__(shape)
         self.normaliser = RowSum(eps)
 

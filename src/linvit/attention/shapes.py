@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from linvit.attention.options import Count
+from linvit.codec import check_fields
 from linvit.errors import LinvitError
 
 
@@ -44,7 +46,8 @@ class TokenGrid:
 
     def from_map(self, picture: Tensor, heads: int) -> Tensor:
         """The inverse of `to_map`: `(batch, heads, patches, channels)`."""
-        return picture.reshape(picture.shape[0], heads, -1, self.patches).transpose(2, 3)
+        batch, channels = picture.shape[:2]
+        return picture.reshape(batch, heads, channels // heads, self.patches).transpose(2, 3)
 
     def __str__(self) -> str:
         return f"{self.prefix} + {self.height}×{self.width}" if self.prefix else f"{self.height}×{self.width}"
@@ -54,11 +57,14 @@ class TokenGrid:
 class Shape:
     """What a mechanism is built for. A mechanism without parameters needs none of it."""
 
-    heads: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-    dim: int | None = None  # channels of the block's input
+    heads: Count | None = None
+    head_dim: Count | None = None
+    value_dim: Count | None = None
+    dim: Count | None = None  # channels of the block's input
     grid: TokenGrid | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def values(self) -> int:

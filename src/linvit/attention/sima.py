@@ -7,7 +7,6 @@ reference here keeps the linear order, which gives the same result.
 """
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from linvit.attention import Call, LinearAttention, Unnormalised, register
 
@@ -17,4 +16,10 @@ class SimA(LinearAttention):
     normaliser = Unnormalised()
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return F.normalize(q, p=1, dim=-2, eps=1e-12), F.normalize(call.keep(k), p=1, dim=-2, eps=1e-12)
+        queries = q if call.query_mask is None else call.keep(q)
+        return over_tokens(q, queries), over_tokens(k, call.keep(k))
+
+
+def over_tokens(x: Tensor, kept: Tensor) -> Tensor:
+    """x by the L1 norm over its tokens, of which padded ones are no part."""
+    return x / kept.abs().sum(-2, keepdim=True).clamp_min(1e-12)

@@ -14,13 +14,18 @@ Swin does not have, see every token and are seen by all (inferred).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, register
+from linvit.attention.options import Range
 from linvit.errors import LinvitError
+
+Side = Annotated[int, Range(1, 1024)]
+Shift = Annotated[int, Range(0, 1023)]
 
 
 @register("window", paper="Swin Transformer; Fair Comparison (Swin)")
@@ -29,13 +34,13 @@ class Window(Mechanism):
     examples = ({"window": 2}, {"window": (2, 3), "shift": True}, {"window": 3, "shift": 2, "bias": True})
 
     def __init__(
-        self, shape: Shape, *, window: int | tuple[int, int] = 7, shift: bool | int = False, bias: bool = False
+        self, shape: Shape, *, window: Side | tuple[Side, Side] = 7, shift: bool | Shift = False, bias: bool = False
     ) -> None:
         super().__init__(shape)
         self.height, self.width = (window, window) if isinstance(window, int) else window
         self.shift = (self.height // 2, self.width // 2) if shift is True else (int(shift), int(shift))
         if not (0 <= self.shift[0] < self.height and 0 <= self.shift[1] < self.width):
-            raise LinvitError(f"window={window} must be at least 1 and shift={shift} less than that")
+            raise LinvitError(f"window={window} must be more than shift={shift}")
         self.table = None
         if bias:
             self.require("heads")

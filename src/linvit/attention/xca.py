@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, register
+from linvit.attention.options import Eps, Number
 
 
 @register("xca", paper="XCiT; Fair Comparison (XCA, LPI)")
@@ -33,7 +34,7 @@ class CrossCovariance(Mechanism):
     examples = ({}, {"lpi": True}, {"lpi": True, "variant": "fair"})
 
     def __init__(
-        self, shape: Shape, *, variant: str | None = None, lpi: bool = False, lpi_scale: float = 1.0, eps: float = 1e-12
+        self, shape: Shape, *, variant: str | None = None, lpi: bool = False, lpi_scale: Number = 1.0, eps: Eps = 1e-12
     ) -> None:
         super().__init__(shape, variant=variant)
         self.eps = eps

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.errors import LinvitError, NotHonoured, unknown
+from linvit.files import place
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ PlanText = Annotated[str, typer.Option(metavar="PLAN", help="A plan or mechanism
 PlanTexts = Annotated[str, typer.Option(metavar="PLANS", help="Plans or mechanisms, such as stella,mixa:keep=6.")]
 PlanOptions = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the plan.")]
 Keep = Annotated[int | None, typer.Option("--keep", min=0, help="So many layers stay quadratic (mixa) or as they are.")]
-Drop = Annotated[str, typer.Option("--drop", help="What the conversion gives up, with commas, such as relative_bias.")]
+Drop = Annotated[str, typer.Option("--drop", help="What to give up beyond what the plan does, such as relative_bias.")]
 
 # Models and images.
 Size = Annotated[str, typer.Option(metavar="PIXELS", help="Image size, such as 384x512; the model's own unless told.")]
@@ -52,7 +53,22 @@ Root = Annotated[Path | None, typer.Option(metavar="DIR", help="Where a named se
 Loader = Annotated[str, typer.Option(help="resident (on the device), streamed, or auto.")]
 Workers = Annotated[int, typer.Option(help="Processes that decode, for the streamed loader.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
-Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, as .png, .svg or .pdf.")]
+
+
+def path(text: str) -> Path:
+    """Where to write, as it is typed."""
+    try:
+        return place(text)
+    except LinvitError as mistake:
+        raise typer.BadParameter(str(mistake)) from None
+
+
+def output(metavar: str, help: str) -> Any:
+    """The option -o, for Annotated."""
+    return typer.Option("--output", "-o", metavar=metavar, parser=path, help=help)
+
+
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", parser=path, help="Draw it, as .png, .svg or .pdf.")]
 
 
 def plan_options(option: list[str] | None, keep: int | None, where: str = "", layers: str = "") -> dict[str, Any]:

@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against s
 
 USUAL = {"cuda": "bf16", "cpu": "fp32"}  # the dtype on each device
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; bf16 on a GPU and fp32 on the CPU if not given.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="The result file; else a name with the time.")]
+Output = Annotated[Path | None, arguments.output("FILE", "The result file; else a name with the time.")]
 Resume = Annotated[Path | None, typer.Option(help="Go on with this unfinished result file.")]
 Source = Annotated[Path | None, typer.Option("--from", help="Show this result file and measure nothing.")]
 Budget = Annotated[float, typer.Option(help="Seconds to spend on each time.")]
@@ -257,7 +257,7 @@ def training(
 @app.command("scaling")
 def scaling(
     mechanism: Annotated[list[str] | None, typer.Option("--mechanism", "-m", help="Only these, of the linear.")] = None,
-    tokens: Annotated[int, typer.Option(help="N; the other size is twice that.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="N; the other size is twice that.")] = 4096,
     as_json: Json = False,
 ) -> None:
     """Check on the CPU that every mechanism declared linear is: twice the tokens, less than 2.6 times the time.

@@ -82,7 +82,7 @@ def _where(result: dict[str, Any]) -> str:
 
 def _print(rows: Iterable[Iterable[object]], *headings: str) -> None:
     """A table at the terminal's width, or as wide as it is when the output goes to a file."""
-    Console(width=None if Console().is_terminal else 200).print(table(rows, **dict.fromkeys(headings, 0)))
+    Console(width=None if Console().is_terminal else 200, markup=False).print(table(rows, **dict.fromkeys(headings, 0)))
 
 
 def _digits(value: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from linvit.cli import arguments
-from linvit.cli.output import INTERRUPTED, Json, print_json, screen
+from linvit.cli.output import INTERRUPTED, Json, print_json, say, screen
 from linvit.cli.train import first_process
 from linvit.errors import LinvitError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def compare(
     what: Annotated[str, typer.Argument(help="A preset, a TOML file or a result file; else go on with STORE.")] = "",
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="STORE", help="Where results go.")] = None,
+    output: Annotated[Path | None, arguments.output("STORE", "Where results go.")] = None,
     mode: Annotated[str, typer.Option(help="scratch, or distil from one softmax teacher.")] = "",
     model: Annotated[str, typer.Option(help="fair, vit, a timm model, or a head to detect or segment with.")] = "",
     model_arg: arguments.ModelArg = None,
@@ -42,7 +42,9 @@ def compare(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and about how long it takes.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Print a preset's file, to copy and change.")] = False,
     merge: Annotated[list[Path] | None, typer.Option(metavar="OTHER", help="First add another store.")] = None,
-    pack: Annotated[Path | None, typer.Option(metavar="FILE.tar.xz", help="At the end, pack STORE.")] = None,
+    pack: Annotated[
+        Path | None, typer.Option(metavar="FILE.tar.xz", parser=arguments.path, help="At the end, pack STORE.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare mechanisms fairly: same architecture, recipe, data and seeds; only the attention changes.
@@ -131,8 +133,8 @@ def close(store: "Store", pack: Path | None, merged: list[tuple[Path, dict[str, 
         return
     for other, counts in merged:
         new = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
-        print(f"{other}: {new or 'nothing'} new")
+        say(f"{other}: {new or 'nothing'} new")
     if packed is not None:
-        print(f"{pack}: {packed} files")
+        say(f"{pack}: {packed} files")
     for note in store.notes:
-        typer.echo(note, err=True)
+        say(note, err=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from linvit.cli.output import console, print_json, table
+from linvit.cli.output import console, print_json, say, styled, table
 from linvit.cli.train import PATIENCE
 from linvit.codec import to_plain
 
@@ -87,7 +87,7 @@ def bars(tasks: Sequence[Task], store: Store, shown: Progress) -> Watch:
             if task.key in running:
                 shown.remove_task(running.pop(task.key))
             finished.update([task.key] if kind == "done" else [])
-            shown.console.print(ended(task, record, store), markup=False)
+            shown.console.print(styled(ended(task, record, store)))
         elif task.key not in running:
             running[task.key] = shown.add_task(name(task), total=None, text="")
         if kind == "train":
@@ -95,7 +95,7 @@ def bars(tasks: Sequence[Task], store: Store, shown: Progress) -> Watch:
         elif kind == "eval":
             shown.update(running[task.key], text=f"epoch {record['epoch']:.0f}  {scored(record)}")
         elif kind == "note":
-            shown.console.print(f"{name(task)}: {record['text']}", markup=False)
+            shown.console.print(styled(f"{name(task)}: {record['text']}"))
         parts = [shown.tasks[shown.task_ids.index(bar)] for bar in running.values()]
         so_far = sum(part.completed / part.total for part in parts if part.total)
         shown.update(whole, completed=len(finished) + so_far, text=f"{len(finished)} of {len(tasks)}")
@@ -119,7 +119,7 @@ def lines(tasks: Sequence[Task], store: Store) -> Watch:
             last[task.key] = time.monotonic()
             text = f"{name(task)}: epoch {record['epoch']:.0f}, {scored(record)}"
         if text:
-            print(text, file=sys.stderr, flush=True)
+            say(text, err=True)
 
     return watch
 
@@ -169,16 +169,16 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
     for setting in found:
         print_setting(setting, keys)
     for key, error in errors.items():
-        print(f"failed: {name(by_key[key])}: {error}")
+        say(f"failed: {name(by_key[key])}: {error}")
     for note in store.notes:
-        print(note)
+        say(note)
     if not summary.complete:
         lacking = f"{len(summary.failed)} of {len(tasks)} tasks failed"
         lacking += f", {len(summary.missing)} are missing" if summary.missing else ""
-        print(f"{lacking}: linvit compare -o {store.folder} --retry tries them again.")
+        say(f"{lacking}: linvit compare -o {store.folder} --retry tries them again.")
     ended = len({*summary.done, *summary.earlier})
     files = f"{ended} result file{'s' if ended != 1 else ''}"
-    print(f"{files} in {store.folder}. Report: {page if found else 'none yet'}")
+    say(f"{files} in {store.folder}. Report: {page if found else 'none yet'}")
 
 
 def timed_rows(setting: Setting, keys: Sequence[str] = ()) -> list[TimedRow]:
@@ -200,7 +200,7 @@ def print_setting(setting: Setting, keys: Sequence[str]) -> None:
 
     out, score = console(), metric_name(setting.metric)
     columns = {"candidate": 14, "patch": -5, score: -12, "to softmax": -14, "params M": -8, "MACs M": -7, "ms": -7}
-    out.print(setting.title, style="bold")
+    out.print(styled((setting.title, "bold")))
     out.print(table((result_cells(row, timing) for row, timing, _ in rows), **columns))
     paired = "seeds and images" if rows[0][0].first.by_image else "seeds"
     notes = ["± is the 95 % interval over seeds", f"“to softmax” is paired over {paired}"]

@@ -7,7 +7,7 @@ import typer
 
 from linvit.cli import arguments
 from linvit.cli.metrics import percent, shown_metrics
-from linvit.cli.output import Json, console, print_json, progress, table
+from linvit.cli.output import Json, console, print_json, progress, say, styled, table
 from linvit.cli.train import first_process, print_note
 from linvit.errors import LinvitError
 
@@ -25,7 +25,7 @@ def eval_(
     size: arguments.Size = "",
     split: Annotated[str, typer.Option(help="train or validation (unless told); without splits also all.")] = "",
     per_class: Annotated[bool, typer.Option("--per-class", help="Print every class.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A JSON file of each image's choice.")] = None,
+    output: Annotated[Path | None, arguments.output("FILE", "A JSON file of each image's choice.")] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Images at a time; 256 to classify, 16 to detect or segment.")
     ] = None,
@@ -84,10 +84,10 @@ def eval_(
 def print_evaluation(found: "Evaluation", per_class: bool) -> None:
     out, images = console(), f"{len(found.labels):,} images"
     if not found.labelled:
-        agreed = f"[bold]{found.agreement:.2f} %[/bold] of {images}"
-        out.print(f"no labels; agrees with the teacher on {agreed}, KL {found.kl:.4f}")
+        agreed = (f"{found.agreement:.2f} %", "bold")
+        out.print(styled("no labels; agrees with the teacher on ", agreed, f" of {images}, KL {found.kl:.4f}"))
         return
-    out.print(f"top-1 [bold]{found.top1:.2f} %[/bold] ± {found.standard_error:.2f} on {images}")
+    out.print(styled("top-1 ", (f"{found.top1:.2f} %", "bold"), f" ± {found.standard_error:.2f} on {images}"))
     out.print(f"top-5 {found.top5:.2f} %")
     if found.agreement is not None and found.kl is not None:
         out.print(f"agrees with the teacher on {found.agreement:.2f} %, KL {found.kl:.4f}")
@@ -104,7 +104,7 @@ def print_dense(found: "DetectionMetrics | SegmentationMetrics", per_class: bool
         out.print(table(rows, **{"%": 6}, **dict.fromkeys(kinds, -7)))
     else:
         for name, value in shown_metrics(found.metrics()).items():
-            out.print(f"{name} [bold]{value} %[/bold]")
+            out.print(styled(f"{name} ", (f"{value} %", "bold")))
         if found.broken:
             out.print(f"NaN or infinite outputs for {found.broken:,} pixels, which count as wrong")
     rates = {name: percent(rate) for name, rate in found.per_class.items()}
@@ -117,4 +117,4 @@ def print_classes(rates: dict[str, str], what: str, every: bool) -> None:
         console().print(table(rates.items(), **{"class": 24, what: -7}))
     elif rates:
         worst = min(rates, key=lambda name: float(rates[name]))
-        console().print(f"worst class {worst}: {rates[worst]} % (--per-class prints all {len(rates)})")
+        say(f"worst class {worst}: {rates[worst]} % (--per-class prints all {len(rates)})")

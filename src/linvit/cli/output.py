@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
+    from rich.text import Text
 
 T = TypeVar("T")
 PATIENCE = 2.0  # seconds before a progress bar appears
@@ -28,25 +31,67 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def console() -> Console:
-    """Where people read: the terminal, at most WIDTH columns; plain text of that width when piped to a file."""
+def visible(text: object) -> str:
+    """A text without effects: paths and names of classes may hold escape codes, which a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(text))
+
+
+def say(*lines: object, err: bool = False) -> None:
+    """Lines of plain text, on stdout or stderr."""
+    for line in lines:
+        print(visible(line), file=sys.stderr if err else sys.stdout, flush=err)
+
+
+def settle_streams() -> None:
+    """Make stdout and stderr take any text: where they are closed nobody reads it, and letters that an encoding lacks
+    are spelt out."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def flush() -> None:
+    """Write out what is left while somebody can still be told. Who reads no further, as `head`, is not told."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python tries again at its end, and says so
+
+
+def console(*, markup: bool = False, stderr: bool = False) -> Console:
+    """Where people read: the terminal, at most WIDTH columns; plain text of that width when piped to a file. `[bold]`
+    and the like are meant only with `markup`, for texts of our own; elsewhere `styled` texts are."""
     from rich.console import Console
 
-    found = Console(highlight=False)
+    found = Console(highlight=False, markup=markup, stderr=stderr)
     found.width = min(found.width, WIDTH) if found.is_terminal else WIDTH
     return found
+
+
+def styled(*parts: str | tuple[object, str]) -> Text:
+    """A text of parts, those with a style as (text, style)."""
+    from rich.text import Text
+
+    pairs = (part if isinstance(part, tuple) else (part, "") for part in parts)
+    return Text.assemble(*((visible(text), style) for text, style in pairs))
 
 
 def table(rows: Iterable[Iterable[object]] = (), /, **widths: int) -> Table:
     """A table without boxes: its rows, and headings with their least widths, negative ones for numbers at the right."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for heading, width in widths.items():
         made.add_column(heading, justify="right" if width < 0 else "left", min_width=abs(width))
     for row in rows:
-        made.add_row(*map(str, row))
+        made.add_row(*(cell if isinstance(cell, Text) else visible(cell) for cell in row))
     return made
 
 
@@ -57,9 +102,9 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
-    task = bar.add_task(what, total=total)
+    task = bar.add_task(visible(what), total=total)
     timer = threading.Timer(PATIENCE, bar.start)
     timer.daemon = True
     timer.start()
@@ -75,8 +120,8 @@ def live(errors: Console) -> Progress:
     """Bars with a text beside them, for work that tells more than how far it is."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
-    return Progress(*columns, console=errors, transient=True)
+    what, text = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[text]}"))
+    return Progress(what, BarColumn(), text, TimeRemainingColumn(), console=errors, transient=True)
 
 
 @contextmanager
@@ -85,7 +130,7 @@ def screen(quiet: T | None, bars: Callable[[Progress], T], lines: Callable[[], T
     `quiet`, where that is given."""
     from rich.console import Console
 
-    errors = Console(stderr=True, highlight=False)
+    errors = Console(stderr=True, highlight=False, markup=False)
     if quiet is not None or not errors.is_terminal:
         yield lines() if quiet is None else quiet
     else:

@@ -27,7 +27,7 @@ def plan(
     speedup: Annotated[float | None, typer.Option(min=1.0, help="The plan shall be so many times as fast.")] = None,
     budget_ms: Annotated[float | None, typer.Option(min=0.0, help="The plan shall take at most so long.")] = None,
     keep: Annotated[int | None, typer.Option(min=0, help="At least so many layers stay as they are.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="The plan, as .json.")] = None,
+    output: Annotated[Path | None, arguments.output("FILE", "The plan, as .json.")] = None,
     plot: arguments.Picture = None,
     drop: arguments.Drop = "",
     device: arguments.Device = "auto",
@@ -101,7 +101,7 @@ def plan(
         return
     print_study(found, chosen)
     if output is not None:
-        console().print(f"Plan: {output}; linvit convert {model} --plan {output} -o DIR makes it.", markup=False)
+        console().print(f"Plan: {output}; linvit convert {model} --plan {output} -o DIR makes it.")
 
 
 def as_data(found: "Study") -> dict[str, Any]:
@@ -125,7 +125,7 @@ def print_study(found: "Study", chosen: "FrontPlan") -> None:
     out.print("× is the original's time over the candidate's, by turns.", style="italic")
     reasons = {o.refused: o.candidate for layer in found.layers for o in layer.options if o.refused}
     for reason in reasons:
-        out.print(f"–: {reason}", style="italic", markup=False)
+        out.print(f"–: {reason}", style="italic")
     rows = []
     for point in found.front:
         mark = "◀ chosen" if point is chosen else ""
@@ -140,7 +140,7 @@ def print_study(found: "Study", chosen: "FrontPlan") -> None:
         about += f" “turn”: 1 − cosine of the outputs, {found.images} images, before any training."
     out.print(about, style="italic")
     for line in found.missed():
-        out.print(f"Left although they are large: {line}", markup=False)
+        out.print(f"Left although they are large: {line}")
     if not chosen.converted:
         out.print("Nothing pays at this size: the plan leaves every layer as it is.")
 

@@ -8,7 +8,7 @@ import typer
 
 from linvit.cli import arguments
 from linvit.cli.metrics import percent
-from linvit.cli.output import Json, console, print_json, table, tracked
+from linvit.cli.output import Json, console, print_json, say, styled, table, tracked
 from linvit.errors import LinvitError
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ FOLDER = Path("predictions")
 def predict(
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A folder linvit saved, or a timm classifier.")],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE…", help="Photographs, or folders of them.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where pictures go; predictions unless told.")
-    ] = None,
+    output: Annotated[Path | None, arguments.output("DIR", "Where pictures go; predictions unless told.")] = None,
     threshold: Annotated[float, typer.Option(min=0, max=1, help="The least score of an object that is told.")] = 0.5,
     size: arguments.Size = "",
     device: arguments.Device = "auto",
@@ -42,18 +40,18 @@ def predict(
     if output is not None and output.is_file():
         raise LinvitError(f"{output} is a file: give a folder")
     files = [Path(str(image)) for image in found_images(images)]
-    say = Predictor(model, threshold=threshold, size=arguments.square_size(size), device=device)
-    if output is not None and not say.drawn:
+    ask = Predictor(model, threshold=threshold, size=arguments.square_size(size), device=device)
+    if output is not None and not ask.drawn:
         raise LinvitError(f"{model} is a classifier, of which nothing is drawn: leave --output out")
-    pictures = picture_files(files, output or FOLDER) if say.drawn else [None] * len(files)
+    pictures = picture_files(files, output or FOLDER) if ask.drawn else [None] * len(files)
     told: list[dict[str, Any]] = []
     unreadable: list[dict[str, str]] = []
     pairs: Iterable[tuple[Path, Path | None]] = zip(files, pictures, strict=True)
     for file, picture in tracked(pairs, "looking at photographs", len(files)) if as_json else pairs:
         try:
-            found = say(file)
+            found = ask(file)
         except LinvitError as reason:
-            typer.echo(f"error: {' '.join(str(reason).split())}", err=True)
+            say(f"error: {' '.join(str(reason).split())}", err=True)
             unreadable.append({"image": str(file), "reason": str(reason)})
             continue
         if picture is not None:
@@ -86,7 +84,7 @@ def print_prediction(found: "Prediction", threshold: float, picture: Path | None
 
     out = console()
     where = "" if picture is None else f" → {picture}"
-    out.print(f"{found}{where}", style="bold", markup=False, soft_wrap=True)
+    out.print(styled((f"{found}{where}", "bold")), soft_wrap=True)
     if isinstance(found, Classified):
         out.print(table(((name, percent(share)) for name, share in found.classes), **{"class": 24, "%": -6}))
     elif isinstance(found, Segmented):

@@ -6,16 +6,17 @@ from typing import Annotated
 
 import typer
 
+from linvit.cli import arguments
 from linvit.cli.arguments import check_file
 from linvit.cli.compare_output import json_rows
-from linvit.cli.output import Json, print_json
+from linvit.cli.output import Json, print_json, say
 from linvit.codec import to_plain
 from linvit.errors import LinvitError
 
 
 def report(
     stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="What `linvit compare` wrote, or archives.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The page; report.html if alone.")] = None,
+    output: Annotated[Path | None, arguments.output("FILE", "The page; report.html if alone.")] = None,
     md: Annotated[str, typer.Option("--md", metavar="FILE", help="Write Markdown; - prints it.")] = "",
     csv: Annotated[str, typer.Option("--csv", metavar="FILE", help="A line for each run and timing; - prints.")] = "",
     as_json: Json = False,
@@ -50,5 +51,5 @@ def report(
         told = {"answer": list(contents.answer.sentences), "settings": settings, "failures": failures}
         print_json({**told, "notes": contents.results.notes, "files": [str(path) for path in targets]})
     elif "-" not in (md, csv):
-        print(*contents.answer.sentences, sep="\n")
-        print(*(f"Report: {path}" for path in targets), sep="\n")
+        say(*contents.answer.sentences)
+        say(*(f"Report: {path}" for path in targets))

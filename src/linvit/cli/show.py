@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from linvit.cli.output import Json, console, print_json, table
+from linvit.cli import arguments
+from linvit.cli.output import Json, console, print_json, say, table
 
 app = typer.Typer(help="Draw what was measured.", no_args_is_help=True)
 
@@ -13,7 +14,7 @@ app = typer.Typer(help="Draw what was measured.", no_args_is_help=True)
 @app.command("masks")
 def masks(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a training run.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A picture; RUN_DIR/masks.png.")] = None,
+    output: Annotated[Path | None, arguments.output("FILE", "A picture; RUN_DIR/masks.png.")] = None,
     as_json: Json = False,
 ) -> None:
     """Plot how Castling's masks empty: the share of non-zeros over the steps, for each layer.
@@ -37,4 +38,4 @@ def masks(
     out = console()
     out.print(table(rows, layer=24, first=-8, last=-8))
     out.print(f"Share of non-zeros over {len(steps)} steps; the branch ended with weight {scales[-1][1]:.2g}.")
-    out.print(f"Plot: {path}")
+    say(f"Plot: {path}")

@@ -49,7 +49,7 @@ def print_table(found: Table, rows: list[Compared]) -> None:
     from rich.markup import escape
     from rich.table import Table as Grid
 
-    out = console()
+    out = console(markup=True)
     out.print(f"[bold]{found.title}[/bold]  parameters in millions, {operations(found)} in billions")
     out.print(found.remark, style="italic")
     notes: list[str] = []

@@ -41,7 +41,7 @@ def theory(
         setting = {"samples": samples, "seed": seed, "confidence": CONFIDENCE}
         print_json({**setting, "topics": topics, "findings": rows, "plot": None if plot is None else str(plot)})
         return
-    out = console()
+    out = console(markup=True)
     for key, topic in TOPICS.items():
         out.print(f"[bold]{topic.title}[/bold]")
         out.print(table((cells(f) for f in findings if f.topic == key), **COLUMNS))

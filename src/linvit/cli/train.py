@@ -11,7 +11,7 @@ import typer
 
 from linvit.cli import arguments
 from linvit.cli.metrics import shown_metrics
-from linvit.cli.output import INTERRUPTED, Json, console, print_json, progress, screen, table
+from linvit.cli.output import INTERRUPTED, Json, console, print_json, progress, say, screen, styled, table
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -25,7 +25,7 @@ Watch = Callable[[dict[str, Any]], None]
 def train(
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A timm model, or a folder linvit saved.")],
     data: arguments.Data,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN_DIR", help="Where the run is kept.")],
+    output: Annotated[Path, arguments.output("RUN_DIR", "Where the run is kept.")],
     recipe: arguments.Recipe = "fast",
     task: arguments.Task = "",
     head: arguments.Head = "",
@@ -72,7 +72,7 @@ def train(
         with screen(quiet, bar, plain) as watch, arguments.dropping(drop) as given_up:
             found = run(model, data, recipe, drop=given_up, watch=watch, **options)
     except KeyboardInterrupt:
-        typer.echo(f"stopped: the same command with --resume goes on with {output}", err=True)
+        say(f"stopped: the same command with --resume goes on with {output}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     close_process_group()
     if first_process() and as_json:
@@ -93,7 +93,7 @@ def print_outcome(outcome: "Trained", folder: Path) -> None:
     if rows:
         out.print(table(rows, weights=8, **dict.fromkeys(columns, -9), step=-6))
     speed = f", {outcome.images_per_second:,.0f} images/s" if outcome.images_per_second else ""
-    out.print(f"{outcome.steps} steps, {outcome.seconds:.0f} s{speed}. Models: {folder / 'best'}, {folder / 'last'}")
+    say(f"{outcome.steps} steps, {outcome.seconds:.0f} s{speed}. Models: {folder / 'best'}, {folder / 'last'}")
 
 
 def first_process() -> bool:
@@ -103,7 +103,7 @@ def first_process() -> bool:
 
 def print_note(record: dict[str, Any]) -> None:
     if record["kind"] == "note":
-        print(record["text"], file=sys.stderr)
+        say(record["text"], err=True)
 
 
 def bar(shown: "Progress") -> Watch:
@@ -113,7 +113,7 @@ def bar(shown: "Progress") -> Watch:
     def watch(record: dict[str, Any]) -> None:
         nonlocal task, found
         if record["kind"] == "note":
-            shown.console.print(record["text"])
+            shown.console.print(styled(record["text"]))
         elif record["kind"] == "eval":
             found = f"  {score(record)}"
         else:

@@ -1,13 +1,12 @@
 """The result files' one schema: a run (or teacher), a speed, a failure, as typed values that the codec reads and
 writes.
 
-Who makes a result fills these in, the store keeps them as JSON, statistics and report read them. A field that came
-later has a default, so that older files still read; fields that a file has and this version does not know are passed
-over.
+Who makes a result fills these in, the store keeps them as JSON (`files`), statistics and report read them. A field that
+came later has a default, so that older files still read; fields that a file has and this version does not know are
+passed over.
 """
 
 import base64
-import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from linvit.codec import from_plain
 from linvit.errors import LinvitError
 from linvit.models.dense import HEADS
 
@@ -238,6 +236,11 @@ class SpeedPoint:
     peak_bytes: int | None = None
     ratio: float | None = None  # softmax's time over this one, measured by turns
     note: str | None = None
+    shared: bool = field(default=False, metadata=SPARSE)  # with trainings that had the device at that time
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise LinvitError("a pass over no image was timed")
 
     @property
     def median(self) -> float | None:
@@ -322,28 +325,3 @@ class Failure(Result):
 
 
 AnyResult = Run | Speed | Failure
-KINDS: dict[str, type[AnyResult]] = {"run": Run, "teacher": Run, "speed": Speed, "failure": Failure}
-
-
-def parse_result(content: bytes | str, name: str) -> AnyResult:
-    """A result from the text of its file, whose name must begin with its key."""
-    found = parse_object(content)
-    kind = KINDS.get(str(found.get("kind")))
-    if kind is None:
-        raise LinvitError("it is damaged or no result file")
-    result = from_plain(kind, found, "the result", ignore=True)
-    if not KEY.fullmatch(result.key) or not name.startswith(result.key):
-        raise LinvitError("its name is not its key")
-    return result
-
-
-def parse_object(content: bytes | str) -> dict[str, Any]:
-    """A JSON object; NaN and infinity are refused, as other programs do."""
-    strange: list[str] = []
-    try:
-        found = json.loads(content, parse_constant=strange.append)
-    except ValueError:
-        found = None
-    if strange or not isinstance(found, dict):
-        raise LinvitError("it is damaged or no result file")
-    return found

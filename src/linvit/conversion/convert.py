@@ -65,19 +65,23 @@ def convert(
 
     `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. `auto` converts
     the layers that are measured to get faster at this size where the model lies, and no other. What a mechanism cannot
-    honour (a relative bias, say) is an error unless `drop` names it or the plan may give it up; what `drop` names is
-    dropped in every layer that the plan converts. `size` is the image size that learned positions are laid out for; the
-    model's own by default. `calibrate`, batches of images, measures which layers a plan with `keep` keeps, and calls
-    `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at zero, as suits
-    pretrained weights, and that of the option `local` as what comes nearest to a relative bias that is given up; a
+    honour (a relative bias, say) is an error unless `drop` names it or the plan's own `drop` does, as the papers' plans
+    do for what their papers go without; the report says which. What the argument `drop` names is dropped in every layer
+    that the plan converts. `size` is the image size that learned positions are laid out for; the model's own by
+    default. `calibrate`, batches of images, measures which layers a plan with `keep` keeps, and calls `advance` after
+    each pass. With `quiet` the local branches that mechanisms bring along start at zero, as suits pretrained weights,
+    and that of the option `local` as what comes nearest to a relative bias that is given up; a
     model to be trained from scratch wants them as their papers do. With `costs` the report counts tokens and MACs of
     each layer at that size. Nothing is touched before everything fits.
     """
+    if not isinstance(model, nn.Module):
+        hint = f": build it with timm.create_model('{model}', pretrained=True)" if isinstance(model, str) else ""
+        raise LinvitError(f"convert takes a model, not {model!r}{hint}")
     named = names_to_drop(drop)
     plan, measured, studied = as_plan(plan, **options), None, None
     hosts = find_hosts(model)
     if not hosts:
-        raise LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
+        raise no_hosts(model)
     pair = None if size is None else to_2tuple(size)
     if calibrate is not None or isinstance(plan, Auto):
         from linvit.conversion.resolving import place_by_sensitivity, resolve
@@ -116,6 +120,19 @@ def convert(
         sum(p.numel() for n, p in before.items() if n not in after),
         measured,
         studied,
+        named,
+    )
+
+
+def no_hosts(model: nn.Module) -> LinvitError:
+    """The error for a model without attention that linvit knows; what attention it has is named."""
+    kinds = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
+    if not kinds:
+        return LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
+    library = type(model).__module__.split(".")[0]
+    return LinvitError(
+        f"{library}'s {type(model).__name__} has attention that linvit does not know ({', '.join(kinds[:3])}): take "
+        "the model from timm or Hugging Face, such as timm.create_model('vit_base_patch16_224', pretrained=True)"
     )
 
 

@@ -44,7 +44,7 @@ from linvit.conversion.host import (
     unpack,
 )
 from linvit.conversion.hosts.vit import split_mask
-from linvit.errors import LinvitError, unknown
+from linvit.errors import LinvitError, reason, unknown
 
 INTERFACE = "linvit"
 PREFIX = "transformers:"  # before a class's name, where a saved model's config has a timm name else
@@ -272,8 +272,8 @@ def from_config(name: str, config: dict[str, Any]) -> nn.Module:
     kind: Any = cls.config_class
     try:
         return cls(kind.from_dict(harmless(config)))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise LinvitError(f"transformers' {name} cannot be built from its config: {error}") from error
+    except Exception as error:  # whatever its config and constructor make of the values
+        raise LinvitError(f"transformers' {name} cannot be built from its config: {reason(error)}") from error
 
 
 def harmless(config: Any) -> Any:

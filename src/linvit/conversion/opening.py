@@ -7,7 +7,8 @@ else.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from linvit.conversion.host import Host
 from linvit.conversion.report import Conversion, Source
 from linvit.conversion.saving import PICKLES, load
-from linvit.errors import LinvitError, unknown_model
+from linvit.errors import LinvitError, reason, unknown_model
+
+PATIENCE = 5  # seconds that the hub has to answer
 
 
 def open_model(
@@ -61,14 +64,38 @@ def create_model(name: str, pretrained: bool, args: dict[str, Any], what: str, i
         if sys.stderr.isatty():
             print(f"fetching the weights of {name}", file=sys.stderr)
     try:
-        return timm.create_model(name, pretrained=pretrained, **args)
+        with no_waiting_for_the_hub() if pretrained else nullcontext():
+            return timm.create_model(name, pretrained=pretrained, **args)
     except LinvitError:
         raise
     except Exception as error:  # whatever the hub, the network or the model's constructor makes of it
         if not pretrained:
-            raise LinvitError(f"{name} cannot be built with {args}: {error}") from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
-        raise LinvitError(f"cannot get the pretrained weights of {name} ({reason}); give {instead}") from error
+            raise LinvitError(f"{name} cannot be built with {args}: {reason(error)}") from error
+        why = reason(error).split(". ")[0]
+        raise LinvitError(f"cannot get the pretrained weights of {name} ({why}); give {instead}") from error
+
+
+@contextmanager
+def no_waiting_for_the_hub() -> Iterator[None]:
+    """The Hugging Face hub is asked once. Where it does not answer, what its cache holds is taken, and anything else is
+    an error at once: left alone, it would be asked again and again, for a minute and in silence."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    offline = constants.HF_HUB_OFFLINE
+    try:
+        if not offline:
+            get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+    except Exception:  # whatever the network makes of it
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    except OSError as error:
+        if offline or not constants.HF_HUB_OFFLINE:
+            raise
+        raise ConnectionError("the Hugging Face hub cannot be reached and its cache does not hold them") from error
+    finally:
+        constants.HF_HUB_OFFLINE = offline
 
 
 def open_original(converted: nn.Module, name: str) -> nn.Module:

@@ -3,15 +3,17 @@
 A plan is an ordered list of rules and a default; the first rule that matches a host decides. "MixA with k = 6" is one.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
-from linvit.attention import list_mechanisms, mechanism_class
-from linvit.codec import from_plain, to_plain
+from linvit.attention import Range, check_options, list_mechanisms
+from linvit.codec import check_fields, check_keywords, from_plain, keywords, to_plain
 from linvit.errors import LinvitError, unknown
 
 
@@ -23,7 +25,7 @@ class Choice:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        mechanism_class(self.mechanism)
+        check_options(self.mechanism, self.options)
 
     def __str__(self) -> str:
         options = ", ".join(f"{k}={v}" for k, v in self.options.items())
@@ -32,22 +34,24 @@ class Choice:
 
 VERSION = 1
 COMMA = re.compile(r",(?![^\[{(]*[\]})])")  # one that stands outside brackets
-PLACES = ("first", "last", "alternating")
+Layer = Annotated[int, Range(0)]
+Layers = Layer | tuple[Layer, ...]
+Place = Literal["first", "last", "alternating"]
+PLACES: tuple[str, ...] = get_args(Place)
 
 
 @dataclass(frozen=True)
 class Pick:
     """So many layers at the first, last or evenly spread positions, whatever the depth of the model."""
 
-    count: int
-    where: str = "first"
+    count: Layer
+    where: Place = "first"
 
     def __post_init__(self) -> None:
-        if self.where not in PLACES:
-            raise unknown("place for layers", self.where, PLACES)
+        check_fields(self)
 
     def layers(self, total: int) -> tuple[int, ...]:
-        if not 0 <= self.count <= total:
+        if self.count > total:
             raise LinvitError(f"cannot keep {self.count} layers: the model has {total}")
         if self.where == "alternating":
             return tuple(i * total // self.count for i in range(self.count))
@@ -131,7 +135,26 @@ class Plan:
         return from_plain(cls, data, "the plan")
 
 
-def mixa(*, keep: int | Sequence[int] = 6, where: str = "first", local: int = 0) -> Plan:
+PLANS: dict[str, Callable[..., Plan]] = {}
+
+
+def named(plan: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Decorator: make a plan known by its function's name, and check its options by their annotations. Those it passes
+    on are the mechanism's to check."""
+    name, kinds = plan.__name__, {option: kind for option, (kind, _) in keywords(plan).items()}
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(plan).parameters.values())
+
+    @wraps(plan)
+    def checked(**options: Any) -> Plan:
+        given = {option: value for option, value in options.items() if not passes_on or option in kinds}
+        return plan(**{**options, **check_keywords(given, kinds, f"plan {name}")})
+
+    PLANS[name] = checked
+    return checked
+
+
+@named
+def mixa(*, keep: Layers = 6, where: Place = "first", local: int = 0) -> Plan:
     """MixA: ReLU-quadratic attention in the layers of `keep`, SteLLA in the others.
 
     `keep` lists the quadratic layers, or counts them and `where` places them: first, last or alternating. The paper
@@ -143,25 +166,28 @@ def mixa(*, keep: int | Sequence[int] = 6, where: str = "first", local: int = 0)
     return Plan("mixa", Choice("stella", options), rules, drop=("relative_bias", "shift_mask"))
 
 
-def layers_of(keep: int | Sequence[int], where: str = "first") -> Pick | tuple[int, ...]:
+def layers_of(keep: Layers, where: Place = "first") -> Pick | tuple[int, ...]:
     """The layers that `keep` counts and `where` places, or that it lists."""
     if not isinstance(keep, int) and where != "first":
         raise LinvitError("keep lists its layers: where= places those that it counts")
     return Pick(keep, where) if isinstance(keep, int) else tuple(keep)
 
 
+@named
 def castling(*, sparse: bool = True, **options: Any) -> Plan:
     """Castling-ViT: linear-angular attention with its depthwise residual and its train-only sparse softmax branch."""
     choice = Choice("castling", {"sparse": sparse, **options})
     return Plan("castling", choice, drop=("relative_bias", "shift_mask", "talking_heads"))
 
 
+@named
 def qt(*, position: bool = True, shortcut: bool = True, **options: Any) -> Plan:
     """QT-ViT: quadratic Taylor attention with absolute position on keys and the BatchNorm + GELU shortcut."""
     choice = Choice("qt", {"position": position, "shortcut": shortcut, **options})
     return Plan("qt", choice, drop=("relative_bias", "shift_mask", "talking_heads"))
 
 
+@named
 def mobile(**options: Any) -> Plan:
     """Mobile-Attention. It needs as many keys as queries, so PVTv2's pooling goes; hosts that subsample their queries
     keep softmax."""
@@ -191,15 +217,16 @@ class Auto(Plan):
         raise AssertionError
 
 
-def auto(*, candidates: str | Sequence[str] = ("stella", "relu_linear")) -> Plan:
+@named
+def auto(*, candidates: str | tuple[str, ...] = ("stella", "relu_linear")) -> Plan:
     """Ours: in each layer the fastest of the candidates, measured, or what it has where none is faster."""
-    named = [c.strip() for c in candidates.strip("[]").split(",")] if isinstance(candidates, str) else candidates
-    for name in named:
+    listed = [c.strip() for c in candidates.strip("[]").split(",")] if isinstance(candidates, str) else candidates
+    for name in listed:
         as_plan(name)
-    return Auto("auto", None, candidates=tuple(named))
+    return Auto("auto", None, candidates=tuple(listed))
 
 
-PLANS: dict[str, Callable[..., Plan]] = {"auto": auto, "mixa": mixa, "castling": castling, "qt": qt, "mobile": mobile}
+KEEPING = {name: kind for name, (kind, _) in keywords(mixa).items() if name in ("keep", "where")}
 
 
 def list_plans() -> list[str]:
@@ -211,18 +238,16 @@ def as_plan(plan: str | Plan, **options: Any) -> Plan:
     """A plan from a plan's or a mechanism's name and its options. As mixa, every plan takes `keep`, a number or a list
     of layers, and `where`: these stay as they are."""
     if plan != "mixa" and "keep" in options:
-        layers = layers_of(keep := options.pop("keep"), options.pop("where", "first"))
+        placing = {name: options.pop(name) for name in KEEPING if name in options}
         made = as_plan(plan, **options)
-        return replace(made, rules=(Rule(None, layers=layers), *made.rules)) if keep else made
+        layers = layers_of(**check_keywords(placing, KEEPING, f"plan {made.name}"))
+        return replace(made, rules=(Rule(None, layers=layers), *made.rules)) if placing["keep"] else made
     if isinstance(plan, Plan):
         if options:
             raise LinvitError(f"options go with a plan's name, not with a finished plan: {', '.join(options)}")
         return plan
     if plan in PLANS:
-        try:
-            return PLANS[plan](**options)
-        except TypeError as error:
-            raise LinvitError(f"plan {plan}: {error}") from None
+        return PLANS[plan](**options)
     if plan not in list_mechanisms():
         raise unknown("plan", plan, {*PLANS, *list_mechanisms()})
     return Plan(plan, Choice(plan, options))

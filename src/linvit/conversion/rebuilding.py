@@ -17,10 +17,11 @@ from torch import nn
 
 from linvit.attention import TokenGrid
 from linvit.codec import to_plain
-from linvit.conversion.convert import Step, build_mechanism, find_hosts, image_part, install
+from linvit.conversion.convert import Step, build_mechanism, find_hosts, image_part, install, names_to_drop
+from linvit.conversion.enclosure import enclosed
 from linvit.conversion.host import Host
 from linvit.conversion.plan import Choice
-from linvit.errors import LinvitError, unknown
+from linvit.errors import LinvitError, reason, unknown
 
 # Settings that matter in training only, or that the machine decides: a rebuilt model may differ in them. Swin's blocks
 # note the shift they were first built with; what counts is shift_size.
@@ -41,7 +42,12 @@ class SavedLayer:
 
 
 def rebuild(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """A model by its name and arguments, without its weights."""
+    """A model by its name and arguments, without its weights, and without network and other files."""
+    with enclosed(name):
+        return build(name, args)
+
+
+def build(name: str, args: Mapping[str, Any]) -> nn.Module:
     if name.startswith("transformers:"):
         try:
             from linvit.conversion.huggingface import PREFIX, from_config
@@ -54,8 +60,8 @@ def rebuild(name: str, args: Mapping[str, Any]) -> nn.Module:
         return timm.create_model(name, pretrained=False, **args)
     except LinvitError:
         raise
-    except (TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
-        raise LinvitError(f"{name} cannot be built with {dict(args)}: {error}") from error
+    except Exception as error:  # whatever the model's constructor makes of its arguments
+        raise LinvitError(f"{name} cannot be built with {dict(args)}: {reason(error)}") from error
 
 
 def saved_layers(model: nn.Module) -> Iterator[SavedLayer]:
@@ -82,7 +88,7 @@ def install_layers(model: nn.Module, layers: Iterable[SavedLayer]) -> None:
         module, choice = found[layer.name], Choice(layer.mechanism, layer.options)
         grid = None if layer.grid is None else TokenGrid(*layer.grid)
         mechanism = build_mechanism(module, choice, grid, "auto")
-        steps.append(Step(layer.name, module, choice, mechanism, layer.dropped))
+        steps.append(Step(layer.name, module, choice, mechanism, names_to_drop(layer.dropped)))
     install(model, steps)
 
 

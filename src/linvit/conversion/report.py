@@ -1,5 +1,6 @@
 """What a conversion did: layer by layer for the user, and in short for the saved model."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -90,14 +91,14 @@ class Report:
     removed_parameters: int = 0
     sensitivity: "Sensitivity | None" = None
     study: "Study | None" = None
+    asked: tuple[str, ...] = ()  # what the user named to be dropped
 
     def __str__(self) -> str:
         changed = sum(layer.before != layer.after for layer in self.layers)
         head = (
             f"plan {self.plan}: {changed} of {len(self.layers)} layers changed, {self.new_parameters:,} new parameters"
         )
-        losses = [self.losses] if self.removed else []
-        return "\n".join([head, *(f"  {layer}" for layer in self.layers), *losses, *self.advice])
+        return "\n".join([head, *(f"  {layer}" for layer in self.layers), *self.losses, *self.advice])
 
     @property
     def advice(self) -> list[str]:
@@ -122,7 +123,18 @@ class Report:
         return lines
 
     @property
-    def losses(self) -> str:
-        """What went with dropped features, in words."""
-        tensors = f"{len(self.removed)} tensor{'s' if len(self.removed) > 1 else ''}"
-        return f"removed {self.removed_parameters:,} parameters of dropped features, in {tensors}"
+    def losses(self) -> list[str]:
+        """What was given up, by whom, and what went with it: a line each, none where nothing was."""
+        layers = Counter(feature for layer in self.layers for feature in layer.dropped)
+        lines = []
+        for who, named in ((f"plan {self.plan} gave up", False), ("given up as asked:", True)):
+            told = [
+                f"{feature} in {count} layer{'s' if count > 1 else ''}"
+                for feature, count in layers.items()
+                if (feature in self.asked) == named
+            ]
+            lines += [f"{who} {', '.join(told)}"] if told else []
+        if self.removed:
+            tensors = f"{len(self.removed)} tensor{'s' if len(self.removed) > 1 else ''}"
+            lines.append(f"removed {self.removed_parameters:,} parameters of dropped features, in {tensors}")
+        return lines

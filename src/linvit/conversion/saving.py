@@ -5,11 +5,11 @@ needs neither the softmax original nor its weights, and does not probe or choose
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import safetensors.torch
 import torch
@@ -17,17 +17,27 @@ from safetensors import SafetensorError
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from linvit.codec import from_plain, to_plain
+from linvit.attention import Count, Number, Range
+from linvit.codec import convert, from_plain, to_plain
 from linvit.conversion.convert import own_size
 from linvit.conversion.rebuilding import SavedLayer, hugging, inner, install_layers, origin, rebuild, saved_layers
 from linvit.conversion.report import Conversion, Source
 from linvit.errors import LinvitError
-from linvit.files import write_folder
+from linvit.files import place, write_folder
 from linvit.version import __version__
 
 FORMAT = 1
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".tar")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+Share = Annotated[float, Range(1e-3, 1e3)]
+PREPROCESSING = {
+    "input_size": tuple[Count, Count, Count],
+    "interpolation": Literal["bilinear", "bicubic", "nearest", "lanczos", "random"],
+    "mean": tuple[Number, ...],
+    "std": tuple[Share, ...],
+    "crop_pct": Share,
+    "crop_mode": Literal["center", "squash", "border"],
+}
 LOADING = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 
 
@@ -59,6 +69,7 @@ def save(
     `model_args` are keyword arguments that `timm.create_model` was given, as far as they cannot be read off the model;
     `model_name` its name where the model does not know it. That the model can be built again is checked first.
     """
+    folder = place(folder)
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     name, args = origin(model, model_name, model_args)
     config = SavedConfig(
@@ -77,7 +88,7 @@ def save(
         raise LinvitError(f"an argument of the model or an option of its layers cannot be saved: {error}") from None
     state = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in model.state_dict().items()}
     config_file = {CONFIG: lambda path: Path(path).write_text(text, encoding="utf-8")}
-    write_folder(Path(folder), {WEIGHTS: partial(write_weights, state), **config_file})
+    write_folder(folder, {WEIGHTS: partial(write_weights, state), **config_file})
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:
@@ -177,11 +188,20 @@ def read_config(folder: Path) -> SavedConfig:
             f"{path} has format {version}, written by linvit {data['linvit']}; this one reads up to {FORMAT}: upgrade"
         )
     config = from_plain(SavedConfig, data, str(path), ignore=True)
-    if LOADING & config.args.keys():
-        raise LinvitError(f"{path} asks for other weights than its own by '{min(LOADING & config.args.keys())}'")
+    if asked := LOADING & {*names_in(config.args)}:
+        raise LinvitError(f"{path} asks for other weights than its own by '{min(asked)}'")
+    for name, value in config.preprocessing.items():
+        convert(value, PREPROCESSING.get(name, Any), f"{name} of {path}")
     if not isinstance(getattr(torch, config.dtype, None), torch.dtype):
         raise LinvitError(f"dtype of {path} must be one of PyTorch's, got '{config.dtype}'")
     return config
+
+
+def names_in(args: Any) -> Iterator[str]:
+    """The names of arguments, and of those that are passed on inside them."""
+    for name, value in args.items() if isinstance(args, Mapping) else ():
+        yield name
+        yield from names_in(value)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ def package(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit the code is at, with `+` for changes on top; LINVIT_COMMIT where that is set, for copied code."""
+    """The commit linvit's code is at, with `+` for changes on top; LINVIT_COMMIT where that is set, for copied code. A
+    repository around it, a project whose environment it is installed in, has another."""
     if "LINVIT_COMMIT" in os.environ:
         return os.environ["LINVIT_COMMIT"]
 
@@ -79,10 +80,25 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel"), "src", "linvit").resolve() != PACKAGE:
+            return installed_commit()
+        git("ls-files", "--error-unmatch", "__init__.py")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
+        return installed_commit()
+
+
+def installed_commit() -> str | None:
+    """The commit that pip installed linvit from, where it was from a repository."""
+    try:
+        found = distribution("linvit")
+        told = json.loads(found.read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
         return None
+    ours = Path(str(found.locate_file("linvit"))).resolve() == PACKAGE
+    commit: str | None = told.get("vcs_info", {}).get("commit_id")
+    return commit if ours else None
 
 
 def source_digest() -> str:

@@ -1,6 +1,6 @@
 """A model, data and a recipe brought together for the engine: what is the same for every task."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,8 @@ from torch import nn
 from linvit.errors import Unreadable
 from linvit.files import locked, write_json
 from linvit.measurement.record import environment
-from linvit.tasks.checks import RUN, check_same
+from linvit.tasks.checks import DIGESTS, RUN, check_same, note_digests
+from linvit.tasks.digests import split_digest
 from linvit.training import BatchSource, Config, Engine, Outcome, Output, Phase, Processes, Task
 from linvit.training.checkpoints import checksum
 from linvit.training.drop_path import set_drop_path
@@ -47,11 +48,21 @@ class Fitting:
             torch._dynamo.reset()
 
     def assemble(
-        self, model: nn.Module, task: Task, known: Mapping[str, Any], loaders: list[str], teacher: nn.Module | None
+        self,
+        model: nn.Module,
+        task: Task,
+        splits: Sequence[Any],
+        *,
+        classes: Sequence[str],
+        loaders: list[str],
+        teacher: nn.Module | None,
     ) -> None:
-        """The engine, once `source` and `phases` are there. `known` says what the run is, `loaders` how it reads."""
-        known = {**self.output.identity, **known}
-        self.identity = {**known, "loaders": loaders}
+        """The engine, once `source` and `phases` are there. The splits and the classes say what the run is, `loaders`
+        how it reads."""
+        splits = [split for split in splits if split is not None]
+        sets = [{"name": split.name, "images": len(split)} for split in splits]
+        known = {**self.output.identity, "sets": sets, "classes": list(classes)}
+        self.identity = {**known, "loaders": loaders, DIGESTS: [split_digest(split) for split in splits]}
         known["teacher weights"] = None if teacher is None else checksum(teacher.state_dict())
         output = replace(self.output, identity=known)
         self.engine = Engine(self.processes, model, self.config, self.source, self.phases, task=task, output=output)
@@ -72,14 +83,17 @@ class Fitting:
             if folder is not None and first and not self.engine.state.begun:
                 record = {"kind": "training", "config": self.config.to_dict(), **self.identity}
                 write_json(folder / RUN, {**record, "environment": environment(self.processes.device)})
+            elif folder is not None and first:
+                note_digests(folder, self.identity[DIGESTS])
             vars(self.engine.model).pop("linvit_source", None)  # from now on the weights are its own
             try:
                 return self.engine.run(resume=resume)
             except Unreadable as error:
                 if folder is None:
                     raise
-                reason = "a run goes on with the same images only"
-                raise Unreadable(f"{error}; replace the file rather than delete it: {reason}") from None
+                note_digests(folder, None)  # it is told to be another when the file was replaced
+                hint = "replace the file rather than delete it: a run goes on with the same images only"
+                raise Unreadable(*error.files, hint=hint) from None
 
     @property
     def shown(self) -> nn.Module:

@@ -12,8 +12,8 @@ from torch import nn
 from linvit.conversion import Plan, open_model
 from linvit.conversion.saving import read_config
 from linvit.errors import LinvitError
+from linvit.images import Progress, quiet
 from linvit.models.dense import HEADS
-from linvit.tasks.classify.resident import Progress, quiet
 from linvit.tasks.fitting import Fitting
 from linvit.training import Config, Processes
 from linvit.training.checkpoints import Watch

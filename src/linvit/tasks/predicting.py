@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
 from linvit.conversion import open_model
-from linvit.conversion.calibration import eight_bits
 from linvit.conversion.saving import label_names
-from linvit.errors import LinvitError, Unreadable
+from linvit.errors import LinvitError
+from linvit.images import eight_bits, images_below, naming, upright
 from linvit.models.dense import HEADS, DenseModel
 from linvit.tasks.classify.augmenting import normalise, statistics
 from linvit.tasks.classify.checks import check_size, outputs_of
 from linvit.tasks.classify.decoding import channels_first
 from linvit.tasks.classify.preprocessing import Preprocessing
-from linvit.tasks.classify.readers import images_below
 from linvit.tasks.dense.files import Files
 from linvit.tasks.dense.fitting import trained_settings
 from linvit.tasks.dense.loading import batch_of
@@ -151,13 +150,10 @@ def opened(image: Photograph) -> Tensor:
         path = Path(image)
         if not path.exists():
             raise LinvitError(f"there is no image {path}")
-        picture = open_picture(Files(path.parent), path.name)
-        try:
-            return opened(picture)
-        except ValueError as error:
-            raise Unreadable(f"cannot read image {path}: {error}") from None
+        with naming(str(path)):
+            return opened(open_picture(Files(path.parent), path.name))
     if isinstance(image, Image.Image):
-        return channels_first(eight_bits(ImageOps.exif_transpose(image)).convert("RGB"))
+        return channels_first(eight_bits(upright(image)).convert("RGB"))
     if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
         raise LinvitError("an image as a tensor has bytes (3, height, width): give such a one, or a file")
     return image

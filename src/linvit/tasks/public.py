@@ -12,7 +12,8 @@ from torch import nn
 
 from linvit.conversion import Plan, Report, convert, open_model, open_original, parse_plan
 from linvit.errors import LinvitError
-from linvit.tasks.classify.resident import Progress, quiet
+from linvit.files import place
+from linvit.images import Progress, quiet
 from linvit.tasks.kinds import Model, Note, Reading, described, kind_of, name_of, tell
 from linvit.training import Config, Outcome, Output, make_processes, override
 from linvit.training import recipe as named_recipe
@@ -66,7 +67,7 @@ def train(
     `last` and `best`. With `ema` the averaged weights are those that are evaluated and given; `model` keeps its own.
     Every record of the log goes to `watch`.
     """
-    settings, drop, folder = list(settings), list(drop), None if output is None else Path(output)
+    settings, drop, folder = list(settings), list(drop), None if output is None else place(output)
     kind = kind_of(model, task, head, pyramid)
     config = named_recipe(recipe, name_of(model), kind.task) if isinstance(recipe, str) else recipe
     config = override(config, settings)
@@ -94,6 +95,8 @@ def train(
     if resume and folder is not None and not (folder / "checkpoints").exists():
         note(f"there is nothing to resume in {folder}: begun anew")
     report = convert(built, chosen, drop=drop) if chosen is not None else None
+    for line in report.losses if report is not None else ():
+        note(line)
     words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in (options or {}).items()}
     option = [f"{name}={value}" for name, value in words.items()] or None
     identity = {"model": described(model), "args": args, "plan": described(plan), "option": option}

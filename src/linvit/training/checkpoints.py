@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from linvit.conversion.rebuilding import layers_of, origin
 from linvit.conversion.saving import save
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unwritable
 from linvit.files import clear_temporary, temporary
 from linvit.training.callbacks import Callback, under
 from linvit.training.config import FREE, Config
 from linvit.training.logs import Watch
 from linvit.training.processes import Processes
 
-FORMAT = 1
+FORMAT = 2  # 1 had a checksum of the tensors alone
 KEPT = 2
 NAME = re.compile(r"step-(\d+)\.safetensors")
 BEST = "best.safetensors"
@@ -60,7 +60,6 @@ class CheckpointFiles:
         self.write(f"step-{step:08d}.safetensors", tensors, {**state, "step": step})
         for old in self.files()[KEPT:]:
             old.unlink(missing_ok=True)
-        clear_temporary(self.folder)
 
     def write(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         write(self.folder / name, tensors, {**state, "fingerprint": self.fingerprint})
@@ -92,12 +91,13 @@ class CheckpointFiles:
 def write(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Write a checkpoint whole or not at all."""
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}  # none share
-    header = {"linvit": json.dumps({**state, "format": FORMAT, "checksum": checksum(held)})}
+    known = {**state, "format": FORMAT, "checksum": checksum(held)}
+    header = {"linvit": json.dumps({**known, "digest": digest(known, held)})}
     try:
         with temporary(path) as beside:
             safetensors.torch.save_file(held, beside, header)
-    except (OSError, SafetensorError) as error:
-        raise LinvitError(f"cannot write the checkpoint {path}: {error}") from error
+    except (Unwritable, SafetensorError) as error:  # of a full disk the second
+        raise Unwritable(f"cannot write the checkpoint {path}: {error}") from error
 
 
 def read(path: Path) -> Restored:
@@ -113,7 +113,8 @@ def read(path: Path) -> Restored:
         raise LinvitError(f"{path} is no checkpoint of linvit")
     if state["format"] > FORMAT:
         raise LinvitError(f"{path} has format {state['format']}, this linvit reads up to {FORMAT}: upgrade")
-    if state["checksum"] != checksum(tensors):
+    wrong = state["format"] > 1 and state.pop("digest", None) != digest(state, tensors)
+    if wrong or state["checksum"] != checksum(tensors):
         raise LinvitError(f"the checkpoint {path} is damaged: its checksum is wrong")
     return tensors, state
 
@@ -125,6 +126,13 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
         values = tensors[name].detach().cpu().contiguous()
         found = zlib.crc32(values.flatten().view(torch.uint8).numpy().data, found)
     return found
+
+
+def digest(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the state, and of the tensors' names and shapes."""
+    shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
+    plain = json.loads(json.dumps(state))  # as it is read: names are words
+    return hashlib.sha256(json.dumps([plain, shapes], sort_keys=True).encode()).hexdigest()
 
 
 class RunState:
@@ -139,9 +147,11 @@ class RunState:
         self.seconds = config.checkpoint_seconds
         if folder is not None and output.models:
             origin(model)  # whether it can be saved: better known now than in the end
-        for name in ("checkpoints", "last", "best"):
-            if folder is not None and (folder / name).is_file():
-                raise LinvitError(f"{folder / name} is a file where a folder must be: move it, or give another folder")
+        inside = [folder / name for name in ("checkpoints", "last", "best")] if folder is not None else []
+        for path in inside:
+            if path.is_file():
+                raise LinvitError(f"{path} is a file where a folder must be: move it, or give another folder")
+        clear_temporary(*inside, *([folder] if folder is not None else []))
         mark = fingerprint(config, model, output.identity)
         self.files = CheckpointFiles(folder / "checkpoints", mark) if folder is not None else None
         self.best: Restored | None = None

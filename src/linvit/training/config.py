@@ -7,7 +7,7 @@ one of, are reached as `stages.NAME.FIELD`.
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 from linvit import codec
@@ -51,9 +51,10 @@ RETIRED = ("sparse_empty",)  # fields of earlier results that no longer mean any
 FREE = ("log_steps", "checkpoint_seconds")  # settings that a resumed run may change
 
 
-def sparse(default: Any) -> Any:
-    """A field that is left out of files while it has its default, so that what it came after keeps its digest."""
-    return field(default=default, metadata={"sparse": True})
+def setting(default: Any, meaning: str, **metadata: Any) -> Any:
+    """A field with its meaning, for `linvit list settings`. A `sparse` one is left out of files while it has its
+    default, so that what it came after keeps its digest."""
+    return field(default=default, metadata={"meaning": meaning, **metadata})
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,20 @@ class Stage:
     """A part of the training with its own objective. Each stage has its own optimiser, warm-up and schedule."""
 
     name: str
-    objective: str = "supervised"
-    epochs: float = 1
-    lr: float | None = None  # None: the recipe's
-    trainable: str = "all"  # all, attention (the hosts), mechanism (what conversion added), or a regular expression
-    inputs: str = "teacher"  # of alignment: what the layers see is the teacher's or the student's own
-    logits: float = 0  # of features: weight of the distance between the logits, at the recipe's temperature
-    fit: int = 0  # images to solve the linear maps behind converted layers on, before the stage begins
-    features: float = 0  # of supervised: weight of the distance between the blocks' outputs, beside the distillation
+    objective: str = setting(
+        "supervised", "what is learnt: to do as the original's layers did, as its blocks did, or labels and teacher"
+    )
+    epochs: float = setting(1, "how long it is")
+    lr: float | None = setting(None, "learning rate; the recipe's unless set")
+    trainable: str = setting(
+        "all", "what learns: all, attention (the hosts), mechanism (what conversion added), or a regular expression"
+    )
+    inputs: str = setting("teacher", "of alignment: what the layers see is the teacher's or the student's own")
+    logits: float = setting(0, "of features: weight of the distance between the logits, at the recipe's temperature")
+    fit: int = setting(0, "images to solve the linear maps behind converted layers on, before the stage begins")
+    features: float = setting(
+        0, "of supervised: weight of the distance between the blocks' outputs, beside the distillation"
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.epochs < math.inf:
@@ -80,86 +87,114 @@ class Stage:
 class Config:
     """A recipe's values. `None` and 0 switch a thing off; times are in epochs, which need not be whole."""
 
-    recipe: str = "custom"
-    seed: int = 0
+    recipe: str = setting("custom", "its name, which is noted in results")
+    seed: int = setting(0, "of the weights' start, the order of images and their augmentation")
 
     # The optimiser and its learning rate.
-    optimiser: str = "adamw"
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.9  # of sgd; Muon's is 0.95
-    muon: str = "all"  # which matrices `muon` moves, in the words of a stage's `trainable`; the rest has AdamW
-    muon_lr: float = 1.0  # their rate, in rates of the rest
-    added_lr: float = 1.0  # the rate of what conversion added and Muon does not move, in rates of the rest
-    trunk_lr: float = sparse(1.0)  # the rate of a dense model's trunk, in rates of the rest
-    layer_decay: float | None = sparse(None)  # each layer of the trunk learns at this part of the next one's rate
-    lr: float = 5e-4
-    lr_batch: int | None = None  # lr is for this many images a step and grows in proportion; None: as it is
-    schedule: str = "cosine"
-    milestones: tuple[float, ...] = sparse(())  # of step: shares of the stage, after each of which the rate is a tenth
-    poly_power: float = sparse(0.9)  # of poly: the rate is (what is left of the training) to this power
-    epochs: float = 300  # warm-up included, cool-down not; with stages, their sum
-    warmup_epochs: float = 5
-    warmup_lr: float = 1e-6
-    warmup_prefix: bool = False  # whether the cosine begins after the warm-up; else the warm-up hides its first part
-    min_lr: float = 1e-5
-    cooldown_epochs: float = 0  # at min_lr, after the rest
-    weight_decay: float = 0.05
-    no_decay: str = "vectors"  # what has none: these and the model's own list, names with norm or bias, nothing
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    clip_agc: float | None = None
-    ema: float | None = None
-    ema_ramp: float | None = None  # t of a ramp decay·(1 − exp(−step/t)); None: (1 + step)/(10 + step) at most
-    stages: tuple[Stage, ...] = ()  # none: one supervised stage
+    optimiser: str = setting("adamw", "what moves the weights")
+    betas: tuple[float, float] = setting((0.9, 0.999), "decay of AdamW's averages, of the gradient and of its square")
+    eps: float = setting(1e-8, "of AdamW: what its denominator is at least")
+    momentum: float = setting(0.9, "of sgd; Muon's is 0.95")
+    muon: str = setting("all", "which matrices `muon` moves, in the words of a stage's `trainable`; the rest has AdamW")
+    muon_lr: float = setting(1.0, "the rate of what Muon moves, in rates of the rest")
+    added_lr: float = setting(1.0, "the rate of what conversion added and Muon does not move, in rates of the rest")
+    trunk_lr: float = setting(1.0, "the rate of a dense model's trunk, in rates of the rest", sparse=True)
+    layer_decay: float | None = setting(
+        None, "each layer of the trunk learns at this part of the next one's rate", sparse=True
+    )
+    lr: float = setting(5e-4, "learning rate")
+    lr_batch: int | None = setting(
+        None, "images a step that lr is for, in proportion to which it grows; none: as it is"
+    )
+    schedule: str = setting("cosine", "how the rate falls over the training")
+    milestones: tuple[float, ...] = setting(
+        (), "of step: shares of the stage, after each of which the rate is a tenth", sparse=True
+    )
+    poly_power: float = setting(0.9, "of poly: the rate is (what is left of the training) to this power", sparse=True)
+    epochs: float = setting(300, "how long it is, warm-up included, cool-down not; with stages, their sum")
+    warmup_epochs: float = setting(5, "epochs over which the rate rises from warmup_lr")
+    warmup_lr: float = setting(1e-6, "the rate that the warm-up begins with")
+    warmup_prefix: bool = setting(
+        False, "whether the cosine begins after the warm-up; else the warm-up hides its first part"
+    )
+    min_lr: float = setting(1e-5, "the rate that the schedule ends with")
+    cooldown_epochs: float = setting(0, "epochs at min_lr, after the rest")
+    weight_decay: float = setting(0.05, "how fast weights shrink, other than those that no_decay names")
+    no_decay: str = setting(
+        "vectors", "what has no weight decay: vectors and the model's own list, names with norm or bias, nothing"
+    )
+    clip_norm: float | None = setting(None, "the longest gradient, of all weights together")
+    clip_value: float | None = setting(None, "the largest number in a gradient")
+    clip_agc: float | None = setting(
+        None, "the longest gradient of a unit, in lengths of its weights (adaptive clipping)"
+    )
+    ema: float | None = setting(None, "decay of the moving average of the weights, which is then evaluated and saved")
+    ema_ramp: float | None = setting(None, "t of a ramp decay·(1 − exp(−step/t)); none: (1 + step)/(10 + step) at most")
+    stages: tuple[Stage, ...] = setting((), "parts of the training; none: one supervised stage")
 
     # Steps.
-    batch_size: int = 1024  # images a step, over all processes and accumulated parts
-    accumulate: int = 1
-    precision: str = "bf16"
-    compile: str = "auto"  # by blocks, or the whole step in one of the compiler's modes; auto: blocks, on CUDA only
-    cuda_graph: bool = True  # on one CUDA device, a step is recorded once and started by a single call
-    deterministic: bool = True  # a resumed run equals an uninterrupted one bit for bit; false may be faster
+    batch_size: int = setting(1024, "images a step, over all processes and accumulated parts")
+    accumulate: int = setting(1, "parts that a step is computed in, to save memory")
+    precision: str = setting("bf16", "of the products; weights stay in float32")
+    compile: str = setting(
+        "auto", "compiled by blocks, or the whole step in one of the compiler's modes; auto: blocks, on CUDA only"
+    )
+    cuda_graph: bool = setting(True, "on one CUDA device, a step is recorded once and started by a single call")
+    deterministic: bool = setting(True, "a resumed run equals an uninterrupted one bit for bit; false may be faster")
 
     # Data and its augmentation.
-    size: int | None = field(default=None, metadata={"key": "input_size"})  # of images; None: the model's own
-    random_sizes: tuple[int, ...] = ()  # a size for each step, drawn from these
-    test_crop: float | None = None  # None: the model's own
-    train_interpolation: str = "model"  # its own, or random, bilinear, bicubic; the resident loader's is bilinear
-    crop_scale: tuple[float, float] = (0.08, 1.0)  # share of the image a random crop takes; (1, 1): no crop
-    repeats: int = 1  # how often an image comes in a step, each time varied anew; an epoch is as long, of fewer images
-    flip: float = 0.5
-    colour_jitter: float = 0
-    randaugment: str | None = None  # in timm's notation
-    erasing: float = 0
-    mixup: float = 0
-    cutmix: float = 0
-    mixup_prob: float = 1.0
-    mixup_switch: float = 0.5
-    label_smoothing: float = 0
-    resize: str = sparse("square")  # dense: to a square, or keeping the aspect by the longest or the shortest side
-    multiscale: tuple[int, ...] = sparse(())  # dense: sizes of the training, drawn image by image; none: `size`
-    scale_jitter: tuple[float, float] = sparse((1.0, 1.0))  # dense: resized by a factor from this range, then cropped
-    photometric: bool = sparse(False)  # dense: brightness, contrast, saturation and hue vary
+    size: int | None = setting(None, "pixels of an image's side; the model's own unless set", key="input_size")
+    random_sizes: tuple[int, ...] = setting((), "sizes, of which each step draws one")
+    test_crop: float | None = setting(None, "share of the image that is evaluated; the model's own unless set")
+    train_interpolation: str = setting("model", "how training images are resized; the resident loader's is bilinear")
+    crop_scale: tuple[float, float] = setting((0.08, 1.0), "share of the image a random crop takes; (1, 1): no crop")
+    repeats: int = setting(
+        1, "how often an image comes in a step, each time varied anew; an epoch is as long, of fewer images"
+    )
+    flip: float = setting(0.5, "probability of a horizontal flip")
+    colour_jitter: float = setting(0, "how far brightness, contrast and saturation vary")
+    randaugment: str | None = setting(None, "RandAugment in timm's notation, such as rand-m9-mstd0.5-inc1")
+    erasing: float = setting(0, "probability of a random rectangle of noise")
+    mixup: float = setting(0, "alpha of mixup")
+    cutmix: float = setting(0, "alpha of cutmix")
+    mixup_prob: float = setting(1.0, "probability of mixup or cutmix in a step")
+    mixup_switch: float = setting(0.5, "probability of cutmix where both are on")
+    label_smoothing: float = setting(0, "share of the label that goes to all classes")
+    resize: str = setting(
+        "square", "dense: to a square, or keeping the aspect by the longest or the shortest side", sparse=True
+    )
+    multiscale: tuple[int, ...] = setting(
+        (), "dense: sizes of the training, drawn image by image; none: `size`", sparse=True
+    )
+    scale_jitter: tuple[float, float] = setting(
+        (1.0, 1.0), "dense: resized by a factor from this range, then cropped", sparse=True
+    )
+    photometric: bool = setting(False, "dense: brightness, contrast, saturation and hue vary", sparse=True)
 
     # What is learnt.
-    drop_path: float = 0
-    drop_path_skip: int = 0  # first blocks without it
-    drop_path_rule: str = "linear"  # grows over the blocks; is the same in all; grows over them and over the training
-    loss: str = "cross_entropy"
-    distillation: str = "none"
-    teacher: str | None = None  # None: the model as it was before conversion
-    distillation_weight: float = 0.5  # share of the loss
-    temperature: float = 1.0
-    mesa: float = 0  # weight of the loss against the moving average of the weights
-    mesa_start: float = 0.25  # share of the training after the warm-up before it
-    sparse_anneal: float = 0.2  # the last part of the training, over which Castling's softmax branch goes to nothing
+    drop_path: float = setting(0, "probability that a block is left out (stochastic depth), at its largest")
+    drop_path_skip: int = setting(0, "first blocks without drop_path")
+    drop_path_rule: str = setting(
+        "linear", "drop_path grows over the blocks, is the same in all, or grows over them and over the training"
+    )
+    loss: str = setting("cross_entropy", "loss on the labels")
+    distillation: str = setting(
+        "none", "how the teacher is learnt from: its probabilities, its choice, or its choice by a head of its own"
+    )
+    teacher: str | None = setting(None, "whom to learn from; the model as it was before conversion unless set")
+    distillation_weight: float = setting(0.5, "share of the loss that is the teacher's")
+    temperature: float = setting(1.0, "of the softmax that student and teacher are compared by")
+    mesa: float = setting(0, "weight of the loss against the moving average of the weights")
+    mesa_start: float = setting(0.25, "share of the training, after the warm-up, before mesa begins")
+    sparse_anneal: float = setting(
+        0.2, "the last part of the training, over which Castling's softmax branch goes to nothing"
+    )
 
     # Evaluation, log and checkpoints.
-    bn_images: int = 0  # images to measure BatchNorm's statistics again with before an evaluation
-    eval_epochs: float = 1
-    log_steps: int = 50
-    checkpoint_seconds: float = 60  # at least this between two; 0: at every step
+    bn_images: int = setting(0, "images to measure BatchNorm's statistics again with before an evaluation")
+    eval_epochs: float = setting(1, "epochs between two evaluations")
+    log_steps: int = setting(50, "steps between two lines of the log")
+    checkpoint_seconds: float = setting(60, "least seconds between two checkpoints; 0: one at every step")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -267,9 +302,38 @@ def override(config: Config, settings: Iterable[str]) -> Config:
     return replace(config, **changes, stages=chosen)
 
 
+def list_settings(config: Config | None = None) -> list[dict[str, Any]]:
+    """Every setting by the name that `--set` takes: what it means and takes, its default and the config's value."""
+    config = config or Config()
+    owners: list[tuple[str, Config | Stage]] = [("", config)]
+    owners += [(f"stages.{stage.name}.", stage) for stage in config.stages]
+    return [
+        {
+            "name": where + f.name,
+            "value": codec.to_plain(getattr(owner, f.name)),
+            "default": codec.to_plain(codec.default_of(f)),
+            "choices": list(CHOICES.get(f.name, ())),
+            "takes": takes(type(owner), f.name),
+            "meaning": f.metadata["meaning"],
+        }
+        for where, owner in owners
+        for f in fields(owner)
+        if f.name not in ("recipe", "name", "stages")
+    ]
+
+
+def takes(owner: type, name: str) -> str:
+    """What a setting takes, in words."""
+    if name in CHOICES:
+        return f"one of {', '.join(CHOICES[name])}"
+    kind, none, _ = codec.describe(codec.hints(owner)[name]).partition(" or none")
+    wanted = next((wanted for wanted, (names, _) in NUMBERS.items() if name in names.split()), "")
+    return ", ".join(part for part in (kind, wanted, none.strip()) if part)
+
+
 def read(owner: type, name: str, text: str) -> Any:
     """A field's value from text."""
     kinds = codec.hints(owner)
     if name not in kinds:
-        raise unknown("setting", name, kinds)
+        raise unknown("setting", name, kinds, all_by="linvit list settings")
     return codec.parse(text, kinds[name], name)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from linvit.errors import LinvitError
-from linvit.files import write
+from linvit.files import write, writing
 
 LOG = "log.jsonl"
 Watch = Callable[[dict[str, Any]], None]
@@ -31,11 +31,9 @@ class Log:
         if self.file is not None:
             # NaN and infinity, a gradient's norm in half precision say, are null in JSON
             text = json.dumps(json.loads(json.dumps(record), parse_constant=lambda name: None))
-            try:
+            with writing(self.file.name):
                 self.file.write(f"{text}\n")
                 self.file.flush()
-            except OSError as error:
-                raise LinvitError(f"cannot write {self.file.name}: {error.strerror}") from None
         if self.board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):

@@ -187,7 +187,7 @@ def recipe(name: str, model: str = "", task: str = "classify") -> Config:
     """The named recipe's values for a model. Detectors and segmenters have recipes of their own."""
     known = RECIPES if task == "classify" else DENSE_RECIPES
     if name not in known:
-        raise unknown("recipe" if task == "classify" else f"recipe to {task}", name, known)
+        raise unknown("recipe" if task == "classify" else f"recipe to {task}", name, known, "linvit list recipes")
     return known[name](model)
 
 

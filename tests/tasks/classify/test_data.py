@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from linvit.comparison.description.task import split_digest
 from linvit.errors import LinvitError
 from linvit.tasks.classify.data import Images, Stream, check_outputs, open_data, open_images, open_split
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing, seed_of
 from linvit.tasks.classify.resident import cache_key
+from linvit.tasks.digests import split_digest
 from linvit.training.recipes import recipe
 from tests.tasks.classify.pictures import archive, photographs
 

@@ -11,10 +11,10 @@ from PIL import Image
 from timm.data.readers.img_extensions import get_img_extensions
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 
-from linvit.comparison.description.task import split_digest
 from linvit.errors import LinvitError
 from linvit.tasks.classify.data import Images, open_data, open_images
 from linvit.tasks.classify.readers import number_classes
+from linvit.tasks.digests import split_digest
 from tests.tasks.classify.pictures import photographs
 
 

@@ -19,7 +19,6 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from linvit.attention import mechanism_class, options_of
 from linvit.attention.local import begin_at_zero
 from linvit.comparison.description.dense import build_dense
 from linvit.comparison.results import Candidate, Structure
@@ -42,14 +41,7 @@ def read_candidate(text: str) -> Candidate:
     found = Candidate(name, options)
     if name.endswith(".json"):
         found = Candidate(Path(name).stem, {}, parse_plan(text).to_dict())
-    plan = plan_of(found)
-    for choice in filter(None, (plan.default, *(rule.choice for rule in plan.rules))):
-        known, variants = options_of(choice.mechanism), mechanism_class(choice.mechanism).variants
-        for option, value in choice.options.items():
-            if option not in known:
-                raise unknown(f"option of {choice.mechanism}", option, known)
-            if option == "variant" and value not in variants:
-                raise unknown(f"variant of {choice.mechanism}", str(value), variants)
+    plan_of(found)
     return found
 
 

@@ -9,16 +9,15 @@ Where the trunk comes from a folder, the identity holds its name in timm, its ar
 its weights; where the folder lies is no part of it.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 
 from linvit.codec import digest, to_plain
-from linvit.comparison.description.task import SIZED, DataDescription, describe_data, describe_folder
+from linvit.comparison.description.task import DataDescription, describe_data, describe_folder
 from linvit.comparison.results import Structure
 from linvit.conversion import load
 from linvit.errors import LinvitError, unknown
@@ -26,7 +25,7 @@ from linvit.models.dense import HEADS, DenseModel
 from linvit.tasks.dense.fitting import DenseSets
 from linvit.tasks.dense.kind import OF_THE_HEAD
 from linvit.tasks.dense.readers import open_dense
-from linvit.tasks.dense.samples import DetectSamples, Samples, SegmentSamples
+from linvit.tasks.digests import split_digest
 
 
 def read_dense(args: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -113,26 +112,5 @@ def describe(data: str, root: str, head: str) -> DataDescription:
         return describe_data(data, root)
     sets = open_dense_sets(data, root, head)
     assert sets.validation is not None
-    key = digest([samples_digest(sets.train), samples_digest(sets.validation)])
+    key = digest([split_digest(sets.train), split_digest(sets.validation)])
     return DataDescription(Path(data).name, key, len(sets.train.categories), len(sets.train), len(sets.validation))
-
-
-def samples_digest(samples: Samples) -> str:
-    """A fingerprint of a split: categories, names, boxes and labels, and sizes of files; never the pixels."""
-    found = hashlib.sha256(f"{samples.task} {len(samples)} {list(samples.categories)}".encode())
-    for row in samples.rows:
-        found.update(f"{PurePosixPath(row.image).name} {row.id} {row.first} {row.last}\n".encode())
-    found.update(" ".join(map(str, file_sizes(samples))).encode())
-    if isinstance(samples, DetectSamples):
-        objects = samples.objects
-        for column in (objects.boxes, objects.labels, objects.iscrowd, objects.difficult):
-            found.update(column.tobytes())
-    elif isinstance(samples, SegmentSamples):
-        found.update(samples.labels.astype("<i8").tobytes())
-    return found.hexdigest()[:16]
-
-
-def file_sizes(samples: Samples) -> Iterator[int]:
-    """Of images and their masks, of at most so many as count for a digest."""
-    for row in samples.rows[:: max(1, len(samples) // SIZED)]:
-        yield from (samples.files.size(name) for name in (row.image, row.mask) if name)

@@ -5,7 +5,6 @@ Runs train a candidate with a seed, speeds time its structure, teachers are trai
 Latency does not depend on the seed and wants the device for itself, hence tasks of its own.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from linvit.comparison.description.building import (
 from linvit.comparison.description.dense import describe, read_dense
 from linvit.comparison.description.spec import ALL, OWN, Comparison, Part, load
 from linvit.comparison.description.task import DataDescription, Task, describe_teacher
+from linvit.comparison.files import parse_object
 from linvit.comparison.results import SOFTMAX, Candidate, Label, Structure, TrainedTeacher
 from linvit.conversion.convert import own_size
 from linvit.conversion.rebuilding import rebuild
@@ -104,8 +104,8 @@ def changed(comparison: Comparison, changes: dict[str, Any]) -> Comparison:
 def repeat(path: Path, changes: dict[str, Any]) -> Request:
     """The task of a result file once more; of the rest only the places may differ."""
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        result = parse_object(path.read_bytes())
+    except (OSError, LinvitError) as error:
         raise LinvitError(f"cannot read {path}: {error}") from None
     if beyond := sorted(changes.keys() - PLACES):
         raise LinvitError(f"{path.name} says what is repeated: {', '.join(beyond)} cannot be changed")

@@ -14,17 +14,15 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import numpy as np
-
 from linvit.codec import digest, simple, to_plain
 from linvit.comparison.results import Identity, Label, Named, Structure, TrainedTeacher, TrainingIdentity
 from linvit.conversion.saving import CONFIG, WEIGHTS, SavedConfig, read_config
 from linvit.errors import LinvitError
 from linvit.files import sha256
-from linvit.tasks.classify.data import Digits, Images, open_data
+from linvit.tasks.classify.data import Images, open_data
+from linvit.tasks.digests import split_digest
 from linvit.training.config import FREE, RETIRED, Config
 
-SIZED = 10_000  # so many images' file sizes go into a set's digest; the names of all do
 DEFAULTS = to_plain(Config())
 
 
@@ -116,24 +114,6 @@ def describe_data(data: str, root: str = "") -> DataDescription:
         return DataDescription(name, None, classes, None, None)
     key = digest([split_digest(train), split_digest(validation)])
     return DataDescription(name, key, classes, len(train), len(validation))
-
-
-def split_digest(split: Images) -> str:
-    """A fingerprint of a split: the pixels of the digits; of others names, labels and file sizes, never the content."""
-    source, labels = split.source, split.labels
-    found = hashlib.sha256(f"{len(split)} {list(split.classes)}".encode())
-    if labels is not None:
-        found.update(np.asarray(labels, dtype="<i8").tobytes())
-    if isinstance(source, Digits):
-        found.update(source.pixels.tobytes())
-    elif hasattr(source, "samples"):
-        names = [source.filename(i) for i in range(len(source))]
-        found.update("\n".join(names).encode())
-        places = getattr(source, "places", None)  # in an archive, with their sizes
-        every = range(0, len(names), max(1, len(names) // SIZED))
-        sizes = (Path(split.filename(i)).stat().st_size if places is None else places[i][1] for i in every)
-        found.update(" ".join(map(str, sizes)).encode())
-    return found.hexdigest()[:16]
 
 
 def describe_teacher(teacher: str) -> tuple[Named, SavedConfig | None]:

@@ -53,6 +53,10 @@ SHARED = (
     "shared their device with others: training time, images/s and training memory there say little. Accuracy and"
     " inference speeds are not touched by it."
 )
+DISTURBED = (
+    "were taken while other trainings had the device: their milliseconds say little, and their ratios, timed by turns,"
+    " only somewhat more."
+)
 UNCOMMITTED = "Some runs were made from a working tree with uncommitted changes (commit ends in +)."
 SMALL = "The validation set is small: one image more or less is visible in the accuracy."
 NAMES = {
@@ -90,6 +94,7 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
     sources = {run.environment.source for run in runs}
     unsafe = sorted({row.name for row in rows for d in ("float16", "bfloat16") if (f := row.drift(d)) and not f.finite})
     points = [point for speed in results.speeds for point in speed.rows]
+    disturbed = sum(point.shared for point in points)
     untimed, failed = sum(bool(point.note) for point in points), len(results.failures)
     said = [
         (single, f"{single} of {len(rows)} rows rest on a single seed: {blind}."),
@@ -100,6 +105,7 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
         (any((run.environment.commit or "").endswith("+") for run in runs), UNCOMMITTED),
         (any(row.first.data.validation < 1000 for row in rows), SMALL),
         (unsafe, f"Not finite in half precision: {listing(unsafe)}."),
+        (disturbed, f"{disturbed} of {len(points)} timings {DISTURBED}"),
         (untimed, f"{untimed} timings are missing; the charts and the table say why."),
         (not points, "No speed was measured: latency, memory and exponents are empty."),
         (failed, f"{failed} task{'s' if failed > 1 else ''} failed, and what would have been measured is missing."),

@@ -33,7 +33,7 @@ COLUMNS = (
     *("training_seconds", "training_images_per_second", "training_peak_bytes", "training_shared"),
     *("zero_shot", "teacher_top1", "agreement", "kl", "float16_rms", "bfloat16_rms"),
     *("device", "hardware", "pass", "batch", "precision", "compiled", "cuda_graph", "median_ms", "low_ms", "high_ms"),
-    *("images_per_second", "peak_bytes", "ratio_to_softmax", "note", "commit", "command"),
+    *("images_per_second", "peak_bytes", "ratio_to_softmax", "shared", "note", "commit", "command"),
 )
 
 

@@ -1,9 +1,10 @@
 """The one scheduler: it claims tasks, sends them to a place, hears what becomes of them and writes that down.
 
 The store is the queue: several schedulers, on several machines, may work on one at the same time. Runs come first;
-speeds when none is left that is not somebody else's, one at a time on each slot and with nothing beside them. A worker
+speeds when those that are left are other machines', one at a time on each slot and with nothing beside them. A worker
 goes on with the candidate it did before, whose code is compiled. A task whose worker dies is sent again, three times at
-most. A task that fails by itself is recorded and stops nobody. What others work on is waited for, in case they die.
+most. A task that fails by itself is recorded and stops nobody; a full disk stops all, and is nobody's failure. What
+others work on is waited for, in case they die.
 
 `watch(task, record)` hears what happens. Records have a kind: `start`, then those of the training (`train`, `eval`,
 `note`), and `done`, `failed` with its error, or `lost` when the worker died and the task goes to another.
@@ -19,7 +20,7 @@ from typing import Any
 from linvit.comparison.description.task import Task
 from linvit.comparison.scheduling.places.place import Place, Record, TimingSlot
 from linvit.comparison.scheduling.store import Claim, ClaimLost, Store, hardware_for
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, Unwritable
 
 Watch = Callable[[Task, Record], None]
 Hardware = Callable[[Task], list[str]]
@@ -31,6 +32,7 @@ def run(tasks: Sequence[Task], store: Store, place: Place, *, watch: Watch, retr
     """Do the tasks in a place; how they stand in the end."""
     if not tasks:
         return Summary()
+    store.clear()
     with place.opened(store, tasks):
         board = Board(tasks, store, retry=retry, hardware=place.hardware)
         Scheduler(board, place, watch).run()
@@ -171,7 +173,8 @@ class Scheduler:
             self.fill_with_runs([task for task in runs if task.key not in self.flying])
             self.dismiss_idle(of_runs=True)
         speeds = self.speeds()
-        if not any(hand.slot is None for hand in self.hands) and all(self.store.claimed(task) for task in runs):
+        others = all(self.store.claimed(task) and not self.store.claimed_here(task) for task in runs)
+        if not any(hand.slot is None for hand in self.hands) and others:
             for slot in dict.fromkeys(slot for slot, _ in speeds):
                 hand = next((hand for hand in self.hands if hand.slot == slot), None)
                 if hand is None or not hand.busy:
@@ -269,6 +272,10 @@ class Scheduler:
             failure = self.store.failure(flight.task, f"its worker was lost {count} times: {reason}")
             self.fail(flight, {"failure": failure})
 
+    def stop(self, flight: Flight, record: Record) -> None:
+        """End all work, for a reason that is no task's own."""
+        raise Unwritable(record["text"])
+
     def drop(self, flight: Flight) -> None:
         """Give up a task that is out, and its claim: whoever comes next goes on from its checkpoints."""
         del self.flying[flight.name]
@@ -282,4 +289,4 @@ class Scheduler:
         self.place.dismiss(hand.worker, kill=kill)
 
 
-ENDS = {"result": Scheduler.keep, "failure": Scheduler.fail, "lost": Scheduler.lose}
+ENDS = {"result": Scheduler.keep, "failure": Scheduler.fail, "lost": Scheduler.lose, "stopped": Scheduler.stop}

@@ -9,8 +9,8 @@
     comparisons/….json       what was asked for
     repeats/….json           second results of one key, from stores that were merged
 
-Result files are created whole: a reader never meets half a file, and of two writers the first one's stays. A file that
-is damaged or not ours is left alone and noted in `notes`.
+Result files are created whole: a reader never meets half a file, and of two writers the first one's stays. Each has a
+digest of its own. A file that is damaged or not ours is left alone and noted in `notes`.
 
 Who works on what is told by claims: a claim is a small file that one process holds and keeps fresh.
 
@@ -44,9 +44,10 @@ import torch
 from linvit.codec import digest, to_plain
 from linvit.comparison.description.spec import Comparison, renamed
 from linvit.comparison.description.task import Task
-from linvit.comparison.results import AnyResult, Environment, Failure, Run, Speed, SpeedIdentity, parse_result
+from linvit.comparison.files import parse_object, parse_result, to_text
+from linvit.comparison.results import AnyResult, Environment, Failure, Run, Speed, SpeedIdentity
 from linvit.errors import LinvitError
-from linvit.files import create, locked, read_json, to_json, write_json
+from linvit.files import clear_temporary, create, host, locked, own_prefix, place, process, read_json, write
 from linvit.measurement.record import PACKAGE, environment, hardware
 
 BEAT = 15.0  # seconds between two touches
@@ -59,7 +60,7 @@ class Store:
     """A store in a folder, which need not exist yet."""
 
     def __init__(self, folder: str | Path, *, beat: float = BEAT, stale: float = STALE) -> None:
-        self.folder = Path(folder)
+        self.folder = place(folder)
         if self.folder.is_file():
             raise LinvitError(f"{self.folder} is a file: give a folder for the store (an archive goes to --merge)")
         self.beat, self.stale = beat, stale
@@ -101,10 +102,10 @@ class Store:
         """What was asked for, oldest first."""
         found = []
         for path in sorted((self.folder / "comparisons").glob("*.json")):
-            data = read_json(path)
             try:
+                data = parse_object(path.read_bytes())
                 found.append((data["time"], path.name, Comparison.from_dict(renamed(data["comparison"]))))
-            except (TypeError, KeyError, LinvitError) as error:
+            except (OSError, TypeError, KeyError, LinvitError) as error:
                 self.note(f"{path} is no comparison ({error}): left aside")
         ordered = [comparison for *_, comparison in sorted(found, key=lambda row: row[:2])]
         return [comparison for i, comparison in enumerate(ordered) if comparison not in ordered[:i]]
@@ -137,7 +138,7 @@ class Store:
         path = self.folder / "comparisons" / f"{digest(same)}.json"
         before = read_json(path)
         if not isinstance(before, dict) or before.get("comparison") != data:
-            write_json(path, asked)
+            write(path, to_text(asked))
 
     def claim(self, task: Task, hardware: str | None = None) -> "Claim | None":
         """The right to work on a task; None where somebody alive has it, or it is finished."""
@@ -152,6 +153,11 @@ class Store:
         path = self.claim_path(task)
         return path.exists() and not abandoned(path, self.stale)
 
+    def claimed_here(self, task: Task) -> bool:
+        """Whether another process of this machine works on a task."""
+        found = holder(self.claim_path(task))
+        return found.get("host") == host() and found.get("pid") != os.getpid() and self.claimed(task)
+
     def claim_path(self, task: Task, hardware: str | None = None) -> Path:
         return self.folder / "claims" / self.path(task, hardware).stem
 
@@ -162,7 +168,7 @@ class Store:
         path = self.path(task, result.environment.hardware)
         if path.exists() and self.read(path) is None:
             set_aside(path)
-        written = create(path, to_json(to_plain(result)))
+        written = create(path, to_text(result))
         shutil.rmtree(self.work_folder(task.key), ignore_errors=True)
         return written
 
@@ -178,7 +184,7 @@ class Store:
     def add_failure(self, failure: Failure) -> Failure:
         failure = replace(failure, attempt=len(self.failures(failure.key)) + 1)
         data = to_plain(failure)
-        create(self.folder / "failures" / f"{failure.key}-{digest(data, 8)}.json", to_json(data))
+        create(self.folder / "failures" / f"{failure.key}-{digest(data, 8)}.json", to_text(data))
         return failure
 
     def portable(self, text: str) -> str:
@@ -186,6 +192,11 @@ class Store:
         for folder in (self.folder.resolve(), self.folder, PACKAGE.parent, Path(torch.__file__).parents[1]):
             text = re.sub(rf"(?<![\w./-]){re.escape(f'{folder}{os.sep}')}", "", text)  # whole paths, not ends of others
         return text
+
+    def clear(self) -> None:
+        """Remove what killed processes left half written."""
+        folders = (path for pattern in ("*", "*/*", "*/*/*") for path in self.folder.glob(pattern) if path.is_dir())
+        clear_temporary(self.folder, *folders)
 
     def teacher_folder(self, key: str) -> Path:
         return self.folder / "teachers" / key
@@ -279,34 +290,7 @@ def holder(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def host() -> str:
-    """This machine since its start, and the container: where process numbers mean the same."""
-    name = socket.gethostname()
-    with suppress(OSError):
-        name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with suppress(OSError):
-        name += " " + os.readlink("/proc/self/ns/pid")
-    return name
-
-
-def process(pid: int) -> dict[str, Any]:
-    """A living process with its start, as numbers are used again; empty for a dead one."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return {} if stat[0] in ("Z", "X") else {"pid": pid, "started": int(stat[19])}
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return {}
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return {}
-    except PermissionError:
-        pass
-    return {"pid": pid, "started": None}
-
-
 def now(folder: Path) -> float:
     """The time by the clock of the file system that the folder is on."""
-    with tempfile.NamedTemporaryFile(prefix=".now-", dir=folder) as probe:
+    with tempfile.NamedTemporaryFile(prefix=own_prefix(), dir=folder) as probe:
         return os.fstat(probe.fileno()).st_mtime

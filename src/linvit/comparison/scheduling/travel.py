@@ -11,21 +11,35 @@ import lzma
 import re
 import shutil
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from linvit.comparison.results import KEY, AnyResult, parse_object, parse_result
+from linvit.comparison.files import parse_object, parse_result
+from linvit.comparison.results import KEY, AnyResult
 from linvit.comparison.scheduling.store import FOLDERS, LOCK, Store, abandoned, set_aside
-from linvit.errors import LinvitError
-from linvit.files import create, locked, temporary, write
+from linvit.errors import LinvitError, Unwritable, first_line
+from linvit.files import (
+    create,
+    is_full,
+    locked,
+    read_json,
+    sha256,
+    temporary,
+    temporary_folder,
+    to_json,
+    write,
+    writing,
+)
+from linvit.tasks.archives import check_end
 
 RESULTS = (*FOLDERS, "comparisons")
 REPEAT = re.compile(r"(runs|speeds)-(.+)-[0-9a-f]{16}\.json")
-LARGEST, MOST = 2**26, 2**31  # bytes of one result file, and of all in an archive, that are read from it
-SWELLING = 8  # times its own size that an archive may expand to beyond that: weights hardly compress
+LARGEST = 2**24  # bytes of a result file
+MOST, SWELLING = 2**26, 64  # bytes that an archive may hold, and so many times its own size beyond: stores have 40
+DIGESTS = "digests.json"  # of all files in an archive, its last one
 BROKEN = (tarfile.TarError, EOFError, OSError, lzma.LZMAError)
 
 
@@ -45,7 +59,7 @@ class Archive:
 
     def files(self) -> Iterator[tuple[str, str, bytes]]:
         """Folder, name and content of each result file."""
-        left = MOST
+        left = most = room(self.path)
         try:
             with tarfile.open(self.path) as archive:
                 for member in archive:
@@ -56,12 +70,18 @@ class Archive:
                     if member.size > LARGEST or left < 0:
                         raise LinvitError(f"{self.path} holds more than a store's results could be: not read")
                     yield folder, name, cast(IO[bytes], archive.extractfile(member)).read()
+                check_end(archive)
         except BROKEN as error:
-            if left == MOST:
+            if left == most:
                 raise LinvitError(
                     f"{self.path} is no archive of a store ({error}): give one made with --pack"
                 ) from None
             self.notes.append(f"{self.path.name} cannot be read to its end ({error})")
+
+
+def room(path: Path) -> int:
+    """How many bytes an archive may hold without being one that was made to fill a disk."""
+    return MOST + SWELLING * path.stat().st_size
 
 
 def open_store(path: str | Path) -> Store | Archive:
@@ -80,17 +100,35 @@ def store_name(path: Path) -> str:
 def pack(store: Store, archive: Path, *, work: bool = False) -> int:
     """Write the store into one archive (.tar, .tar.gz or, smallest, .tar.xz), with `work` also the checkpoints of runs
     that are under way; how many files it holds. The store may be written to meanwhile."""
-    packed = 0
+    digests: dict[str, str] = {}
+    top = PurePosixPath(store_name(store.folder))
     with ExitStack() as stack:
         plain = stack.enter_context(open(stack.enter_context(temporary(archive)), "wb"))
         out = stack.enter_context(compressed(plain, archive.suffix))
         file = stack.enter_context(tarfile.open(None, "w", out))
         for path in belongings(store, work):
-            name = PurePosixPath(store_name(store.folder), path.relative_to(store.folder).as_posix())
-            with suppress(FileNotFoundError):  # a checkpoint that was replaced this moment
-                file.add(path, str(name), filter=anonymous)
-                packed += 1
-    return packed
+            name = path.relative_to(store.folder).as_posix()
+            with suppress(FileNotFoundError), open(path, "rb") as source:  # a checkpoint may be replaced this moment
+                hashing: Any = Hashing(source)
+                file.addfile(anonymous(file.gettarinfo(arcname=str(top / name), fileobj=source)), hashing)
+                digests[name] = hashing.found.hexdigest()
+        content = to_json(digests).encode()
+        last = tarfile.TarInfo(str(top / DIGESTS))
+        last.size = len(content)
+        file.addfile(anonymous(last), BytesIO(content))
+    return len(digests)
+
+
+class Hashing:
+    """A file that is read once, and its digest."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.found = file, hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        content = self.file.read(size)
+        self.found.update(content)
+        return content
 
 
 def compressed(file: IO[bytes], suffix: str) -> Any:
@@ -123,23 +161,44 @@ def merge(store: Store, other: Path) -> dict[str, int]:
     if not other.is_file():
         raise LinvitError(f"there is no store at {other}: give a store's folder, or an archive made with --pack")
     store.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".merging-", dir=store.folder) as folder:
+    store.clear()
+    with temporary_folder(store.folder) as folder:
         try:
-            unpack(other, Path(folder))
+            unpack(other, folder)
         except BROKEN as error:
+            if is_full(error):
+                raise Unwritable(f"cannot merge {other} into {store.folder}: {first_line(error)}") from None
             store.note(f"{other} cannot be read to its end ({error}): what came before that is merged")
-        return merge_folder(store, root_of(Path(folder)))
+        found = root_of(folder)
+        drop_damaged(store, found)
+        return merge_folder(store, found)
 
 
 def unpack(path: Path, folder: Path) -> None:
     """Expand the files of an archive, if they are no more than a store's could be."""
-    left = MOST + SWELLING * path.stat().st_size
+    left = room(path)
     with tarfile.open(path) as archive:
         for member in filter(tarfile.TarInfo.isfile, archive):
             left -= tarfile.BLOCKSIZE + member.size  # a file that is empty is not for nothing
             if left < 0 or (member.name.endswith(".json") and member.size > LARGEST):
                 raise LinvitError(f"{path} holds more than a store could: not merged")
             archive.extract(member, folder, filter="data")
+        check_end(archive)
+
+
+def drop_damaged(store: Store, other: Path) -> None:
+    """Take out of an archive's files what is not as it was packed, a teacher or a run under way as a whole."""
+    digests = read_json(other / DIGESTS)
+    for name, wanted in digests.items() if isinstance(digests, dict) else ():
+        path = other / name
+        if not path.is_file() or sha256(path).hex() == wanted:
+            continue
+        store.note(f"{name} was not merged: it is damaged, its digest is wrong")
+        folder, *inner = PurePosixPath(name).parts
+        if folder in ("teachers", "work"):
+            shutil.rmtree(other / folder / inner[0])
+        else:
+            path.unlink()
 
 
 def root_of(folder: Path) -> Path:
@@ -173,8 +232,10 @@ def merge_folder(store: Store, other: Path) -> dict[str, int]:
 
 def adopt(store: Store, folder: str, name: str, path: Path) -> bool:
     """Take one file over; whether it was new."""
-    content = path.read_bytes()
     try:
+        if path.stat().st_size > LARGEST:
+            raise LinvitError("it is larger than a result could be")
+        content = path.read_bytes()
         parse_object(content) if folder == "comparisons" else parse_result(content, name)
     except LinvitError as error:
         store.note(f"{path.name} of {folder} was not merged: {error}")
@@ -209,8 +270,9 @@ def copy_folder(source: Path, target: Path) -> bool:
     if target.exists():
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as beside:
-        copied = shutil.copytree(source, Path(beside, target.name))
+    with temporary_folder(target.parent) as beside:
+        with writing(target):
+            copied = shutil.copytree(source, beside / target.name)
         try:
             copied.rename(target)
         except OSError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import lift, outside_autocast
+from linvit.attention.precision import lift, outside_autocast
 from linvit.errors import LinvitError
 
 Shapes = Sequence[tuple[int, int]]

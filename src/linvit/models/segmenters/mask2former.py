@@ -19,7 +19,7 @@ from transformers.models.mask2former.modeling_mask2former import (
     Mask2FormerTransformerModule,
 )
 
-from linvit.attention.mechanism import outside_autocast
+from linvit.attention.precision import outside_autocast
 from linvit.models.dense import IGNORED, Target
 from linvit.models.segmenters.base import Segmenter, resize
 

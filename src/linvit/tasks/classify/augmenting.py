@@ -69,12 +69,19 @@ class Order:
         """The indices of each step."""
         if not self.training:
             return list(torch.arange(self.rank, self.count, self.world).split(self.batch))
-        draw = torch.Generator().manual_seed(seed_of(self.seed, epoch))
         step = self.batch * self.world
         new = -(-step // self.repeats)  # in each step; repeats lie far apart in it, for neighbours are mixed
-        whole = torch.randperm(self.count, generator=draw)[: self.batches * new].view(self.batches, new)
+        whole = self.shuffled(epoch)[: self.batches * new].view(self.batches, new)
         whole = whole.repeat(1, self.repeats)[:, :step]
         return list(whole.reshape(self.batches, self.world, self.batch)[:, self.rank])
+
+    def shuffled(self, epoch: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(seed_of(self.seed, epoch))
+        return torch.randperm(self.count, generator=draw)
+
+    def left_out(self, epoch: int) -> list[int]:
+        """Of the images that fill no batch those that are for this process to look at."""
+        return self.shuffled(epoch)[self.images :][self.rank :: self.world].tolist() if self.training else []
 
 
 class Augmenter:

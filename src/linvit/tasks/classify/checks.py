@@ -14,8 +14,8 @@ from torch import nn
 
 from linvit.conversion.convert import own_size
 from linvit.conversion.saving import label_names, note
-from linvit.errors import LinvitError
-from linvit.tasks.classify.data import Images, Split, check_outputs, first_line
+from linvit.errors import LinvitError, first_line
+from linvit.tasks.classify.data import Images, Split, check_outputs
 from linvit.training.config import Config
 
 

@@ -8,8 +8,8 @@ Whatever the source, what comes out is `Images`: pictures by index, with their c
 without labels, because a teacher has the answers, says so: `open_images("photos", "train", unlabelled=True)`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -20,8 +20,8 @@ from timm.data import create_dataset
 from timm.data.dataset import IterableImageDataset
 from torch.utils.data import Dataset
 
-from linvit.conversion.calibration import eight_bits
-from linvit.errors import LinvitError, Unreadable, unknown
+from linvit.errors import LinvitError, first_line, unknown
+from linvit.images import eight_bits, naming, open_image, upright
 from linvit.tasks.classify.readers import SPLITS, FileReader, more, open_reader
 
 PREFIXES = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "tfds": "tensorflow_datasets"}
@@ -69,22 +69,16 @@ class Images(Dataset):
         with self.naming(index):
             picture, label = self.source[index][:2]
             if not isinstance(picture, Image.Image):
-                picture = Image.open(picture)
+                picture = upright(open_image(picture))
         if self.outputs is None:
             return picture, int(label)
         if not 0 <= label < len(self.outputs):
             raise LinvitError(f"{self.name} has label {label}: labels must run from 0 to {len(self.outputs) - 1}")
         return picture, self.outputs[int(label)]
 
-    @contextmanager
-    def naming(self, index: int) -> Iterator[None]:
+    def naming(self, index: int) -> AbstractContextManager[None]:
         """What goes wrong with a picture inside names its file."""
-        try:
-            yield
-        except LinvitError:
-            raise
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise Unreadable(f"cannot read image {self.filename(index)}: {first_line(error)}") from None
+        return naming(self.filename(index))
 
     def renumbered(self, names: Sequence[str]) -> "Images":
         """The same images, labelled by where their classes stand among the names of a model's outputs."""
@@ -260,7 +254,3 @@ class Digits:
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         return Image.fromarray(self.pixels[index]), int(self.targets[index])
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

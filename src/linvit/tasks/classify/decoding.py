@@ -24,8 +24,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from linvit.conversion.calibration import eight_bits
 from linvit.errors import LinvitError
+from linvit.images import eight_bits, naming
 from linvit.tasks.classify.data import Images, Split, Stream
 from linvit.tasks.classify.preprocessing import CROP_COLUMNS, Augmentation, Preprocessing, frames_of, seed_of
 
@@ -124,7 +124,14 @@ class StreamReader(IterableDataset):
         self.stream = reader.images.open(training=self.training, batch_size=batch, seed=seed)
         self.stream.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[Chunk | LinvitError]:
+        try:
+            with naming(f"of {self.reader.images.name}"):
+                yield from self.chunks()
+        except LinvitError as error:
+            yield error
+
+    def chunks(self) -> Iterator[Chunk]:
         worker = get_worker_info()
         number, stream = worker.id if worker is not None else 0, enumerate(self.stream)
         while found := list(islice(stream, self.batch)):

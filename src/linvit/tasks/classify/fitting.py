@@ -10,11 +10,12 @@ from torch import nn
 
 from linvit.conversion.saving import label_names, note
 from linvit.errors import LinvitError, unknown
+from linvit.images import Progress, quiet
 from linvit.tasks.classify import checks
 from linvit.tasks.classify.data import Images, Split, Stream
 from linvit.tasks.classify.metrics import Evaluation, evaluate
 from linvit.tasks.classify.preprocessing import Augmentation, Preprocessing
-from linvit.tasks.classify.resident import Held, Progress, Resident, decode, quiet
+from linvit.tasks.classify.resident import Held, Resident, decode
 from linvit.tasks.classify.streaming import Streamed
 from linvit.tasks.fitting import Fitting
 from linvit.training import BatchSource, Config, Output, Phase, Processes, Task, make_processes
@@ -62,6 +63,7 @@ class Sets:
         small = isinstance(split, Images) and 3 * len(split) * math.prod(preprocessing.size) <= SMALL
         if self.loader == "streamed" or (self.loader == "auto" and not small):
             place |= {"device": device, "workers": self.workers, "decoder": self.decoder}
+            place["progress"] = self.progress
             return Streamed(split, preprocessing, batch, classes, **place)
         training = augmentation is not None
         pixels = decode(split, preprocessing, device=device, training=training, progress=self.progress, held=self.held)
@@ -124,13 +126,12 @@ class ClassifierFitting(Fitting):
             self.note(self.source.note)
         self.checks = sets.source(validation, *place) if validation is not None else None
         self.task = Classification(validation, self.checks, processes, teacher)
-        splits = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
         loaders = [type(source).__name__.lower() for source in (self.source, self.checks) if source is not None]
         if self.output.models:
             note(model, crop_pct=preprocessing.crop, input_size=(len(preprocessing.mean), *preprocessing.size))
             note(model, held_out_of=validation.held_out_of if validation is not None else 0)
-        known = {"sets": splits, "classes": list(label_names(model))}
-        self.assemble(model, self.task, known, loaders, teacher)
+        splits, names = (train, validation), label_names(model)
+        self.assemble(model, self.task, splits, classes=names, loaders=loaders, teacher=teacher)
 
     def prepare(self, model: nn.Module, teacher: nn.Module | None, preprocessing: Preprocessing) -> None:
         """Bring the model into the recipe's form, and see that it, the teacher and the recipe go together."""

@@ -9,38 +9,20 @@ folder of the split, None where there are no splits.
 
 import io
 import os
-import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from timm.data.readers.img_extensions import is_img_extension
 from timm.utils.misc import natural_key
 
 from linvit.errors import LinvitError
+from linvit.images import Walk, images_below, is_image
+from linvit.tasks.archives import ARCHIVES, Archive, members_of
 
 SPLITS = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "eval", "evaluation", "test")}
 SPLIT_FOLDERS = {*SPLITS["train"], *SPLITS["validation"]}
-SUFFIXES = {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"}
-ARCHIVES = (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst")
-
-
-@dataclass
-class Archive:
-    """An archive read by offset, so that threads and worker processes can share it."""
-
-    path: Path
-    file: tuple[int, int] | None = None  # process and descriptor: a fork must not share the read position
-
-    def read(self, start: int, size: int) -> bytes:
-        if self.file is None or self.file[0] != os.getpid():
-            self.file = (os.getpid(), os.open(self.path, os.O_RDONLY))
-        return os.pread(self.file[1], size, start)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "file": None}
 
 
 @dataclass
@@ -104,12 +86,6 @@ def nothing_at(path: Path) -> LinvitError:
     return LinvitError(f"no data at {path}; {hint}")
 
 
-def is_image(name: str) -> bool:
-    """Whether a file is a picture by its suffix: one of ours, or one that timm was told of."""
-    suffix = os.path.splitext(name)[1].lower()
-    return suffix in SUFFIXES or is_img_extension(suffix)
-
-
 def choose_split(folders: Iterable[str], split: str, where: str) -> str | None:
     """The folder of a split; None where there are no splits at all and the folder itself is one."""
     present = set(folders)
@@ -127,6 +103,10 @@ def number_classes(
     """Class names in timm's order; those that are one to it, such as `a1` and `A01`, by their letters. With `classes`
     it is theirs, which a split must share with training. `deep`: there are folders of images in the only one."""
     found = set(names)
+    odd = next((name for name in sorted(found) if not name.isprintable()), None)
+    if odd is not None:
+        hint = "rename its folder, in letters and UTF-8"
+        raise LinvitError(f"{where} has a class whose name cannot be printed ({odd!a}): {hint}")
     if deep:
         hint = f"if those are the classes, move them out of '{min(found)}', else their images"
         raise LinvitError(f"{where} has one class, '{min(found)}', with folders of images in it: {hint}")
@@ -154,19 +134,18 @@ def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> Fil
     folders, loose = folders_in(where), images_right_in(where)
     if not (folders or loose):
         raise no_classes(where)
-    files = sorted(images_below(where), key=natural_key)
     if not folders:
-        return FileReader(root, [(file, 0) for file in files], {}, within)
+        return FileReader(root, [(file, 0) for file in sorted(images_below(where), key=natural_key)], {}, within)
     if loose:
         raise beside_classes(where, loose)
-    start = len(os.path.join(where, ""))
-    names = [file[start:].split(os.sep, 1)[0] for file in files]
-    present = set(names)
+    walk = Walk([entry for entry in folders_in(top) if entry.name in SPLIT_FOLDERS] or [top])
+    found = [(file, folder.name) for folder in folders for file in images_below(folder, walk)]
+    present = {name for _, name in found}
     for folder in folders:
         if folder.name not in present:
             raise LinvitError(f"class folder {folder} holds no image: fill it or remove it")
     numbers = number_classes(present, classes, where, chosen in SPLITS["train"] and innermost(where) != where)
-    samples = [(file, numbers[name]) for file, name in zip(files, names, strict=True)]
+    samples = [(file, numbers[name]) for file, name in sorted(found, key=lambda row: natural_key(row[0]))]
     return FileReader(where if chosen else root, samples, numbers, within)
 
 
@@ -176,12 +155,6 @@ def folders_in(folder: Path) -> list[Path]:
 
 def images_right_in(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir() if is_image(entry.name) and entry.is_file()]
-
-
-def images_below(folder: Path) -> Iterator[str]:
-    """The images in a folder and anywhere below it."""
-    for root, _, names in os.walk(folder, topdown=False, followlinks=True):
-        yield from (os.path.join(root, name) for name in names if is_image(name))
 
 
 def innermost(root: Path) -> Path:
@@ -206,23 +179,10 @@ def beside_classes(where: object, loose: list[str]) -> LinvitError:
     return LinvitError(f"{where} has {count} beside its class folders ({first}): {hint}")
 
 
-def members_of(path: Path) -> list[tarfile.TarInfo]:
-    """The files in an archive that is not compressed."""
-    try:
-        with tarfile.open(path, "r:") as archive:
-            return [member for member in archive if member.isfile()]
-    except tarfile.CompressionError:
-        raise LinvitError(f"{path} is compressed: unpack it, or pack it again without compression") from None
-    except tarfile.TarError as error:
-        hint = " (compressed archives must be unpacked first)" if path.suffix != ".tar" else ""
-        raise LinvitError(f"{path} cannot be read as an archive: {error}{hint}") from None
-
-
 def archive_reader(path: Path, split: str, classes: dict[str, int] | None) -> FileReader:
     """The images of an archive, `name/split/class/*.jpg` or less deep, read in place. Images right in the folder of a
     split have no labels, nor have those of an archive of one folder."""
-    members = [member for member in members_of(path) if is_image(member.name)]
-    found = [(PurePosixPath(member.name), member.offset_data, member.size) for member in members]
+    found = [(PurePosixPath(name), start, size) for name, start, size in members_of(path) if is_image(name)]
     if not found:
         raise LinvitError(f"{path} holds no image")
     depth = shared([name for name, *_ in found])

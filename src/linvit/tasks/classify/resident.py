@@ -7,15 +7,14 @@ kept at one size. One of another shape is squeezed to it, and its shape is noted
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from linvit.errors import LinvitError
+from linvit.images import Progress, quiet, read_all
 from linvit.tasks.classify.augmenting import send
 from linvit.tasks.classify.batches import Batches, Pictures
 from linvit.tasks.classify.data import Images, Split, Stream
@@ -24,12 +23,6 @@ from linvit.tasks.classify.preprocessing import Preprocessing, frames_of
 from linvit.tasks.classify.readers import FileReader
 
 MEMORY_SHARE = 0.6  # share of the device's free memory that a set may take; the model needs some as well
-Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
-
-
-@contextmanager
-def quiet(what: str, total: int) -> Iterator[Callable[[], None]]:
-    yield lambda: None
 
 
 class Pixels:
@@ -78,10 +71,7 @@ def decode(
             picture = picture.resize((width, height), resampling)
         pictures[index] = channels_first(picture) if training else evaluate(picture)
 
-    # Pillow lets other threads work while it decodes.
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress(f"decoding {images.name}", count) as advance:
-        for _ in pool.map(one, range(count)):
-            advance()
+    read_all(one, range(count), f"decoding {images.name}", progress)
     images.check_labels(labels.numpy())
     frames = frames_of(shapes, (height, width))
     held[key] = Pixels(images.name, pictures.to(device), labels.to(device), frames.to(device))
@@ -105,7 +95,8 @@ def cache_key(images: Images, preprocessing: Preprocessing, training: bool, shap
     places = getattr(images.source, "places", None)  # in an archive
     for index in range(len(images)) if isinstance(images.source, FileReader) else ():
         name = images.filename(index)
-        digest.update(f"{name} {places[index] if places else os.path.getsize(name)}\n".encode())
+        size = places[index] if places else os.path.getsize(name) if os.path.exists(name) else None
+        digest.update(f"{name} {size}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from linvit.errors import LinvitError, unknown
+from linvit.images import Progress, naming_all, quiet, read_all
 from linvit.tasks.classify import decoding
 from linvit.tasks.classify.augmenting import send
 from linvit.tasks.classify.batches import Batches, Pictures
@@ -45,13 +46,14 @@ class Streamed(Batches):
         device: str | torch.device = "cpu",
         workers: int = 0,
         decoder: str = "auto",
+        progress: Progress = quiet,
         **options: Any,
     ) -> None:
         place = torch.device(device)
         super().__init__(images.name, len(images), preprocessing, batch_size, classes, place, **options)
         if decoder not in DECODERS:
             raise unknown("decoder", decoder, DECODERS)
-        self.workers, self.set = workers, images
+        self.workers, self.set, self.progress = workers, images, progress
         usable = self.augmentation is not None and decoder != "cpu" and decodes_jpegs(place)
         if decoder == "gpu" and not usable:
             raise LinvitError(f"JPEGs cannot be decoded on {place} here: leave the decoder to auto")
@@ -60,8 +62,19 @@ class Streamed(Batches):
         self.requests = Requests(self)
         self.kept: DataLoader | None = None
         self.reading = False  # somebody holds an epoch that has not ended
+        self.complete = False  # what fills no batch was read as well, once: else it would hide what is broken there
 
     def pictures(self, epoch: int, skip: int) -> Iterator[Pictures]:
+        if isinstance(self.set, Stream):
+            yield from self.read(epoch, skip)
+            return
+        with naming_all(self.set.__getitem__, self.order.count, self.progress):
+            if not self.complete:
+                read_all(self.set.__getitem__, self.order.left_out(epoch))
+                self.complete = True
+            yield from self.read(epoch, skip)
+
+    def read(self, epoch: int, skip: int) -> Iterator[Pictures]:
         first, self.reading = not self.reading, True
         chunks = iter(self.chunks(epoch, skip, again=not first))
         if isinstance(self.set, Stream):

@@ -7,7 +7,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from linvit.errors import LinvitError
-from linvit.tasks.classify.readers import ARCHIVES, Archive, members_of, nothing_at
+from linvit.images import Walk, check_file
+from linvit.tasks.archives import ARCHIVES, Archive, members_of
+from linvit.tasks.classify.readers import nothing_at
 
 
 class Listing(NamedTuple):
@@ -33,8 +35,8 @@ class Files:
             raise LinvitError(f"{path} is neither a folder nor a .tar archive, nor COCO's .json")
         self.archive = Archive(self.path)
         for member in members_of(self.path):
-            name = PurePosixPath(os.path.normpath(member.name))
-            self.places[str(name)] = (member.offset_data, member.size)
+            name = PurePosixPath(member.name)
+            self.places[member.name] = (member.start, member.size)
             self.listing(str(name.parent)).files.add(name.name)
             for inner, outer in zip(name.parents, name.parents[1:], strict=False):
                 self.listing(str(outer)).folders.add(inner.name)
@@ -55,10 +57,14 @@ class Files:
 
     def below(self, folder: str) -> Iterator[str]:
         """The names of all files in a folder and its folders."""
-        found = self.listing(folder)
-        yield from (join(folder, name) for name in sorted(found.files) if not name.startswith("."))
-        for name in sorted(found.folders):
-            yield from self.below(join(folder, name))
+        walk, folders = Walk(), [folder]
+        while folders:
+            current = folders.pop()
+            if self.archive is None:
+                walk.enter(str(self.path / current), str(self.path / folder))
+            found = self.listing(current)
+            yield from (join(current, name) for name in sorted(found.files) if not name.startswith("."))
+            folders += [join(current, name) for name in sorted(found.folders, reverse=True)]
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -69,6 +75,7 @@ class Files:
         if self.archive is not None:
             return self.archive.read(*self.places[os.path.normpath(name)])
         try:
+            check_file(self.path / name)
             return (self.path / name).read_bytes()
         except OSError as error:
             raise LinvitError(f"cannot read {self.full(name)}: {error.strerror}") from None

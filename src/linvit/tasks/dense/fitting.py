@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from linvit.conversion.saving import label_names, note, noted
 from linvit.errors import LinvitError
+from linvit.images import Progress, quiet
 from linvit.models.dense import DenseModel, Target
 from linvit.tasks.dense.loading import Batch, DenseSource
 from linvit.tasks.dense.samples import Samples, match_categories
@@ -34,6 +35,7 @@ class DenseSets:
     train: Samples
     validation: Samples | None = None
     workers: int = 0
+    progress: Progress = quiet
 
 
 class DenseTask(Task):
@@ -135,15 +137,15 @@ class DenseFitting(Fitting):
             self.note(split.note if split is not None else "")
         batch = config.batch_size // (processes.world * config.accumulate)
         place: dict[str, Any] = {"device": processes.device, "workers": sets.workers, "seed": config.seed}
-        place |= {"rank": processes.rank, "world": processes.world}
+        place |= {"rank": processes.rank, "world": processes.world, "progress": sets.progress}
         self.source = DenseSource(train, settings, batch, training=True, **place)
         self.checks = None
         if validation is not None:
             self.checks = DenseSource(validation, settings, batch, training=False, **place)
         self.task = DenseTask(model.task, validation, self.checks, processes)
-        splits = [{"name": split.name, "images": len(split)} for split in (train, validation) if split is not None]
         note(model, input_size=(3, settings.size, settings.size), crop_pct=1.0, crop_mode=MODES[config.resize])
-        self.assemble(model, self.task, {"sets": splits, "classes": list(label_names(model))}, ["dense"], teacher)
+        splits, names = (train, validation), label_names(model)
+        self.assemble(model, self.task, splits, classes=names, loaders=["dense"], teacher=teacher)
 
     def evaluate(self, model: nn.Module | None = None) -> Metrics:
         """How good the trained weights, or another model, are on the validation set, in the recipe's precision."""

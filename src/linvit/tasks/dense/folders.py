@@ -10,8 +10,9 @@ import os
 import numpy as np
 
 from linvit.errors import LinvitError
+from linvit.images import is_image
 from linvit.models.dense import IGNORED
-from linvit.tasks.classify.readers import SPLIT_FOLDERS, is_image
+from linvit.tasks.classify.readers import SPLIT_FOLDERS
 from linvit.tasks.dense.files import Files, join
 from linvit.tasks.dense.listing import ADE, listed_names
 from linvit.tasks.dense.pixels import read_indices

@@ -35,7 +35,7 @@ class Dense(Kind):
         opened = (
             open_dense(data, self.task, masks=self.masks, root=reading.root) if isinstance(data, str | Path) else data
         )
-        return DenseSets(opened[0], opened[1], reading.workers)
+        return DenseSets(opened[0], opened[1], reading.workers, reading.progress)
 
     def start(
         self, model: Model, sets: DenseSets, config: Config, *, pretrained: bool, args: dict[str, Any]

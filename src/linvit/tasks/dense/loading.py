@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from linvit.errors import LinvitError
+from linvit.images import Progress, naming_all, quiet, read_all
 from linvit.models.dense import IGNORED, Target
 from linvit.tasks.classify.augmenting import Order, normalise
 from linvit.tasks.classify.preprocessing import seed_of
@@ -64,7 +65,9 @@ class DenseSource:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        progress: Progress = quiet,
     ) -> None:
+        self.progress = progress
         self.samples, self.device, self.workers = samples, torch.device(device), workers
         self.statistics = statistics_of(settings, self.device)
         self.order = Order(len(samples), batch_size, seed, rank, world, training)
@@ -73,14 +76,19 @@ class DenseSource:
         self.requests = Requests(self.order)
         self.kept: DataLoader | None = None
         self.reading = False  # somebody holds an epoch that has not ended
+        self.complete = False  # what fills no batch was read as well, once: else it would hide what is broken there
 
     def epoch(self, epoch: int, skip: int = 0, *, mixed: bool = True) -> Iterator[Batch]:
         first, self.reading = not self.reading, True
         try:
-            for packed in self.loader(epoch, skip) if first else self.another(Requests(self.order, epoch, skip)):
-                if isinstance(packed, LinvitError):
-                    raise packed
-                yield unpack(packed, self.statistics)
+            with naming_all(self.samples.read, len(self.samples), self.progress):
+                if not self.complete:
+                    read_all(self.samples.read, self.order.left_out(epoch))
+                    self.complete = True
+                for packed in self.loader(epoch, skip) if first else self.another(Requests(self.order, epoch, skip)):
+                    if isinstance(packed, LinvitError):
+                        raise packed
+                    yield unpack(packed, self.statistics)
         finally:
             self.reading = self.reading and not first
 

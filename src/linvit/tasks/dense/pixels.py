@@ -1,63 +1,50 @@
 """From files to pixels: photographs, maps of labels, masks of single objects. What is wrong names its file."""
 
-import io
 import pickle
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
-from linvit.conversion.calibration import eight_bits
-from linvit.errors import LinvitError, Unreadable
-from linvit.tasks.classify.data import first_line
+from linvit.errors import LinvitError, first_line
+from linvit.images import eight_bits, naming, open_image, upright
 from linvit.tasks.classify.decoding import channels_first
 from linvit.tasks.dense.files import Files
 
 INDEXED = ("P", "L", "1", "I", "I;16", "I;16B", "I;16L")  # Pillow's modes with one number a pixel
+HINT = "replace it or take it out"
 Size = tuple[int, int]  # height and width
 
 
 def open_picture(files: Files, name: str) -> Image.Image:
     """A decoded file."""
-    try:
-        picture = Image.open(io.BytesIO(files.read(name)))
+    with naming(files.full(name), HINT):
+        picture = open_image(files.read(name))
         picture.load()
         return picture
-    except LinvitError:
-        raise
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = f"cannot read image {files.full(name)}: {first_line(error)}"
-        raise Unreadable(f"{reason}; replace it or take it out") from None
 
 
 def read_image(files: Files, name: str, size: Size, source: str) -> Tensor:
     """A photograph, uint8 `(3, height, width)`, turned as its EXIF says, unless it has the `size` of its annotations
     only as it lies. They are `source`."""
     raw = open_picture(files, name)
-    picture = ImageOps.exif_transpose(raw)
-    if size_of(picture) != size:
-        if size_of(raw) != size:
-            found, wanted = in_words(size_of(picture)), in_words(size)
-            hint = "give both the same size"
-            raise LinvitError(f"image {files.full(name)} has {found} pixels, and {wanted} by {source}: {hint}")
-        picture = raw
-    try:
+    with naming(files.full(name), HINT):
+        picture = upright(raw)
+        if size_of(picture) != size:
+            if size_of(raw) != size:
+                found, wanted = in_words(size_of(picture)), in_words(size)
+                hint = "give both the same size"
+                raise LinvitError(f"image {files.full(name)} has {found} pixels, and {wanted} by {source}: {hint}")
+            picture = raw
         return channels_first(eight_bits(picture).convert("RGB"))
-    except ValueError as error:
-        raise Unreadable(f"cannot read image {files.full(name)}: {first_line(error)}") from None
 
 
 def header_size(files: Files, name: str) -> Size:
-    """The size of a photograph, turned as its EXIF says, from its header."""
-    try:
-        picture = Image.open(io.BytesIO(files.read(name)))
-        turned = picture.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise Unreadable(f"cannot read image {files.full(name)}: {first_line(error)}") from None
-    height, width = size_of(picture)
-    return (width, height) if turned else (height, width)
+    """The size of a photograph, turned as its EXIF says."""
+    with naming(files.full(name), HINT):
+        return size_of(upright(open_image(files.read(name))))
 
 
 def read_indices(files: Files, name: str, size: Size | None = None) -> np.ndarray:

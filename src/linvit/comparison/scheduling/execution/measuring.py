@@ -2,7 +2,8 @@
 
 Weights are random: speed does not ask for better ones. At every size there is the latency of one image and the time of
 a batch, and at the size the candidate is trained at a training step. Memory is what a pass holds at its peak beyond the
-weights and the images. What does not fit into memory, takes too long or is not finite is a row with a note.
+weights and the images. What does not fit into memory, takes too long or is not finite is a row with a note. No other
+comparison on the machine times meanwhile; rows that were timed beside a training say so.
 
 On CUDA a pass is recorded as a CUDA graph and replayed: a small model would wait for Python otherwise, and all
 mechanisms alike. Where one of the two cannot be recorded, both are timed as they are, and the row says so.
@@ -28,6 +29,7 @@ from linvit.comparison.results import (
     SpeedPoint,
     Structure,
 )
+from linvit.comparison.scheduling.execution.machine import timing_on
 from linvit.comparison.scheduling.execution.passes import Call, inference_pass, is_finite, training_pass
 from linvit.conversion import find_hosts
 from linvit.conversion.host import Host
@@ -100,10 +102,11 @@ def measure_speed(
     devices = devices_for(identity)
     rows = []
     for device in devices:
-        for row in ladder(identity, device, BUDGETS[device.type] if budget is None else budget):
-            rows.append(row)
-            if watch is not None:
-                watch({"kind": "speed", **to_plain(row)})
+        with timing_on(device) as alone:
+            for row in ladder(identity, device, BUDGETS[device.type] if budget is None else budget):
+                rows.append(replace(row, shared=not alone))
+                if watch is not None:
+                    watch({"kind": "speed", **to_plain(rows[-1])})
     return Environment(**environment(devices[-1])), tuple(rows)
 
 

@@ -21,6 +21,7 @@ from linvit.comparison import results
 from linvit.comparison.description.task import Task
 from linvit.comparison.results import Environment, ModelFacts, Run, Speed, SpeedIdentity
 from linvit.comparison.scheduling.execution.judging import judge
+from linvit.comparison.scheduling.execution.machine import training_on
 from linvit.comparison.scheduling.execution.measuring import measure_speed, tokens_of
 from linvit.comparison.scheduling.execution.sharing import Bench, Shared
 from linvit.comparison.scheduling.store import Store, head_of
@@ -65,17 +66,23 @@ def train(task: Task, store: Store, device: str, shared: int, watch: Watch | Non
     processes = make_processes(config, device)
     memory = Memory(processes.device, watch)
     try:
-        with fixed_threads(processes.device, threads()):
-            bench = SHARED.prepare(task, store, config, processes.device)
-            bench.facts = bench.facts or facts(bench.model, task.identity.size)
-        with fixed_threads(processes.device, threads(bench.facts.macs * config.batch_size)):
-            found = train_on(bench, task, store, config, processes, memory)
+        with training_on(processes.device):
+            found = prepared(task, store, config, processes, memory)
     except BaseException:
         SHARED.forget()
         raise
     if config.mesa:  # its stages belong to the moving average of this run
         SHARED.forget()
     return replace(found, training=replace(found.training, peak_bytes=memory.peak, shared=shared))
+
+
+def prepared(task: Task, store: Store, config: Config, processes: Processes, memory: "Memory") -> Run:
+    """The run, on a bench that is made or found."""
+    with fixed_threads(processes.device, threads()):
+        bench = SHARED.prepare(task, store, config, processes.device)
+        bench.facts = bench.facts or facts(bench.model, task.identity.size)
+    with fixed_threads(processes.device, threads(bench.facts.macs * config.batch_size)):
+        return train_on(bench, task, store, config, processes, memory)
 
 
 def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: Processes, memory: "Memory") -> Run:

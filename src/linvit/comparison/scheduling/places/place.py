@@ -14,7 +14,8 @@ import torch
 from linvit.comparison.description.task import Task
 from linvit.comparison.results import Run, Speed
 from linvit.comparison.scheduling.store import ClaimLost, Store, hardware_for
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, first_line
+from linvit.files import is_full
 
 Record = dict[str, Any]
 Send = Callable[[Record], None]
@@ -37,6 +38,7 @@ class Place(ABC):
         {"kind": "result", "result": …}
         {"kind": "failure", "failure": …, "spoilt": whether its worker is of no more use}
         {"kind": "lost", "text": why, "begun": whether the task had been begun, "spoilt": True}
+        {"kind": "stopped", "text": why nothing can be written any more}
     """
 
     shared = 1  # runs that have a device together
@@ -121,6 +123,8 @@ def attempt(task: Task, store: Store, execute: Execute, *, device: str, shared: 
     except ClaimLost:
         raise
     except (Exception, SystemExit) as error:
+        if is_full(error):
+            return {"kind": "stopped", "text": first_line(error)}
         failure = store.failure(task, error)
     return {"kind": "failure", "failure": failure, "spoilt": clean_up()}
 

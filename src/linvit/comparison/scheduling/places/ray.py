@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
+from linvit.attention.plugins import VARIABLE
 from linvit.comparison.description.task import Task
 from linvit.comparison.scheduling.places import ray_worker
 from linvit.comparison.scheduling.places.place import Execute, Hear, Place, Record, TimingSlot
@@ -34,7 +35,9 @@ from linvit.measurement.record import PACKAGE
 
 TICK = 0.5  # seconds between two looks at the cluster
 PATIENCE = 120.0  # seconds in which a node must answer
-PASSED_ON = ("OMP_NUM_THREADS", "LINVIT_COMMIT")  # what of the driver's environment workers should share
+PASSED_ON = ("OMP_NUM_THREADS", "LINVIT_COMMIT", VARIABLE)  # what of the driver's environment workers should share
+ANSWER = 5.0  # seconds in which a cluster must
+HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0"  # how a client begins: its preface and no settings
 HINT = "start one with `ray start --head`, or use --address local"
 
 
@@ -243,23 +246,32 @@ class OneVoice:
 
 
 def connect(ray: Any, address: str) -> None:
-    """Workers get a part of this environment; a checkout that is not installed is looked for where the driver has
-    it."""
+    """Workers get a part of this environment; a checkout that is not installed, and modules of the user's own, are
+    looked for where the driver has them."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit():  # Ray itself would try for minutes
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-        except OSError:
-            raise LinvitError(f"no Ray cluster answers at {address}: {HINT}") from None
+    if port.isdigit() and not speaks_grpc(host.strip("[]"), int(port)):  # Ray itself would try for minutes
+        raise LinvitError(f"no Ray cluster answers at {address}: {HINT}")
     passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    if "site-packages" not in PACKAGE.parts:
-        passed["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    places = [str(PACKAGE.parent)] if "site-packages" not in PACKAGE.parts else []
+    places += [os.getcwd()] if VARIABLE in passed else []
+    if places:
+        passed["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
     local = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address, log_to_driver=False, logging_level="error", runtime_env={"env_vars": passed}, **local)
-    except (ConnectionError, RuntimeError, ValueError, AssertionError, TimeoutError) as error:
+    except Exception as error:  # Ray has many for an address that is none, some of them its own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
         raise LinvitError(f"cannot connect to a Ray cluster ({reason}): {HINT}") from None
+
+
+def speaks_grpc(host: str, port: int) -> bool:
+    """Whether a server answers as Ray's do, with the settings that an HTTP/2 connection begins with."""
+    try:
+        with socket.create_connection((host, port), timeout=ANSWER) as connection:
+            connection.sendall(HTTP2)
+            return connection.recv(9)[3:4] == b"\x04"
+    except (OSError, OverflowError, UnicodeError):  # nobody there, no such port, no such name
+        return False
 
 
 def pinned(node: str) -> Any:
