@@ -22,7 +22,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 # Frozen: a change here is a change of the interface, made on purpose.
 PUBLIC = {
     *("Capabilities", "Choice", "LinvitError", "Mechanism", "Plan", "Rotary", "Rule", "TokenGrid"),
-    *("compare", "convert", "create_attention", "evaluate", "list_mechanisms", "list_models", "list_plans"),
+    *("compare", "convert", "create_attention", "evaluate", "export", "list_mechanisms", "list_models", "list_plans"),
     *("list_recipes", "load", "load_weights", "predict", "recipe", "register", "report", "resample_patches"),
     *("__version__", "resample_windows", "save", "train"),
 }
@@ -50,7 +50,8 @@ ROOMS = {
     },
     "models": {"HEADS", "Backbone", "DenseModel", "FairPyramid", "list_models", "make_backbone"},
     "measurement": {"CONVENTIONS", "Macs", "count_macs", "count_parameters", "measure_macs"},
-    "figures": {"check_picture", "plot_front", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
+    "runtimes": {"PRECISIONS", "TARGETS", "Check", "Exported", "export"},
+    "figures": {"check_picture", "plot_edge", "plot_front", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
     "training": {
         *("BatchSource", "Config", "Engine", "Objective", "Outcome", "Output", "Phase", "Processes", "Stage", "Task"),
         *("close_process_group", "list_recipes", "make_processes", "override", "recipe"),

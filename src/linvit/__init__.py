@@ -27,6 +27,7 @@ from linvit.version import __version__
 
 if TYPE_CHECKING:
     from linvit.comparison import compare, report
+    from linvit.runtimes import export
     from linvit.tasks import evaluate, predict, train
     from linvit.training import list_recipes, recipe
 
@@ -44,6 +45,7 @@ __all__ = [
     "convert",
     "create_attention",
     "evaluate",
+    "export",
     "list_mechanisms",
     "list_models",
     "list_plans",
@@ -62,6 +64,7 @@ __all__ = [
 
 LAZY = {
     "comparison": ("compare", "report"),
+    "runtimes": ("export",),
     "tasks": ("evaluate", "predict", "train"),
     "training": ("list_recipes", "recipe"),
 }

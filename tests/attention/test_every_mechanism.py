@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.attention import Call, Mechanism, Size, TokenGrid, regroup
 from linvit.errors import LinvitError
-from tests.attention.cases import Case, call, cases, every, inputs, relative_rms, supported
+from tests.attention.cases import HEAD_DIM, HEADS, Case, call, cases, every, inputs, relative_rms, supported
 
 GRIDS = [
     TokenGrid(1, 1),
@@ -232,6 +232,47 @@ def test_exports(case: Case) -> None:
     module, tensors = Fixed(case.build(grid), grid), inputs(grid)
     exported = torch.export.export(module, tensors).module()
     torch.testing.assert_close(exported(*tensors), module(*tensors))
+
+
+class OfPicture(nn.Module):
+    """A mechanism behind a picture of any size, as in a backbone: prefix tokens are the picture's mean."""
+
+    def __init__(self, mechanism: Mechanism, prefix: int) -> None:
+        super().__init__()
+        self.mechanism, self.prefix = mechanism, prefix
+
+    def forward(self, picture: Tensor) -> Tensor:
+        grid = TokenGrid(picture.shape[2], picture.shape[3], self.prefix)
+        x = picture.flatten(2).transpose(1, 2)
+        x = torch.cat([x.mean(1, keepdim=True)] * self.prefix + [x], dim=1)
+        q, k, v = (t.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for t in (x.roll(1, 2), x.roll(2, 2), x))
+        return self.mechanism(q, k, v, grid, x=x if self.mechanism.capabilities.input else None)
+
+
+@every
+def test_exports_with_another_batch_and_size(case: Case) -> None:
+    """What an exporter is told may vary must vary in its program: the batch always, the size where the mechanism says
+    so. `impl="reference"`, for which order of products is cheaper is a question to one size; and not at the size that
+    positions are laid out for, at which they are not resized."""
+    grid = supported(case, TokenGrid(6, 8, 1))
+    module = OfPicture(case.build(grid, impl="reference"), grid.prefix)
+    can, dims = module.mechanism.capabilities, {0: torch.export.Dim.DYNAMIC}
+    shown, other = (2, HEADS * HEAD_DIM, 6, 8), (3, HEADS * HEAD_DIM, 6, 8)
+    if can.any_tokens and can.dynamic:
+        dims |= {2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC}
+        shown, other = (2, HEADS * HEAD_DIM, 7, 9), (3, HEADS * HEAD_DIM, 10, 5)
+    exported = torch.export.export(module, (torch.randn(shown),), dynamic_shapes=(dims,)).module()
+    picture = torch.randn(other)
+    torch.testing.assert_close(exported(picture), module(picture))
+
+
+@every
+def test_traces(case: Case) -> None:
+    """`torch.jit.trace` knows no operator of ours."""
+    grid = supported(case, TokenGrid(4, 6, 1))
+    module, tensors = Fixed(case.build(grid), grid), inputs(grid)
+    traced = torch.jit.trace(module, tensors, check_trace=False)
+    torch.testing.assert_close(traced(*tensors), module(*tensors))
 
 
 @every

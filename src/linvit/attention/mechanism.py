@@ -44,6 +44,7 @@ class Capabilities:
     equivariant: bool = True  # permuting the tokens permutes the output
     value: bool = True  # reads v at all
     between: bool = False  # adds a block-level step between attention and MLP
+    dynamic: bool = True  # an exported program of it serves other sizes than the one it was traced at
 
     def __post_init__(self) -> None:
         if self.rotary and self.rotary not in ROTARY:
@@ -291,7 +292,7 @@ class Mechanism(nn.Module):
                 raise LinvitError(f"{self.name} cannot honour a bias on the logits")
             bias = bias[(None,) * (4 - bias.ndim)]
             whole = (q.shape[0], q.shape[1], queries, keys)
-            fits = bias.ndim == 4 and q.shape[0] % max(1, len(bias)) == 0
+            fits = bias.ndim == 4 and q.shape[0] % max(1, bias.shape[0]) == 0
             if not fits or any(size not in (1, full) for size, full in zip(bias.shape[1:], whole[1:], strict=True)):
                 raise LinvitError(f"a bias of {tuple(bias.shape)} does not fit logits of {whole}")
         if can.input and x is None and not for_map:

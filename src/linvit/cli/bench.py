@@ -1,4 +1,4 @@
-"""`linvit bench op | model | training | scaling`: speed and memory, side by side in one run."""
+"""`linvit bench op | model | training | scaling`: speed and memory, side by side in one run; `edge` is beside this."""
 
 import copy
 from collections.abc import Callable

@@ -281,6 +281,6 @@ class SAMHost(ChannelsLastHost, sam.Attention):
         bias = None
         if self.use_rel_pos and self.rel_pos_h is not None and has_logits(self.mechanism):
             bias = sam.get_decomposed_rel_pos_bias(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
-            bias = bias.unflatten(0, (len(x), self.num_heads))
+            bias = bias.unflatten(0, (x.shape[0], self.num_heads))
         rotary = None if self.rope is None else rotation(self._rotation(grid, q), half=False)
         return self.project_out(self.attend(q, k, v, grid, bias=bias, x=x, rotary=rotary), q).unflatten(1, size)
