@@ -43,7 +43,12 @@ class NotHonoured(LinvitError):
         self.reason, self.features = reason, tuple(features)
 
     def __str__(self) -> str:
-        return f"{self.reason}; drop={self.features} gives {'it' if len(self.features) == 1 else 'them'} up"
+        them = "it" if len(self.features) == 1 else "them"
+        return f"{self.reason}; drop={self.features} gives {them} up{self.hint('local=5')}"
+
+    def hint(self, option: str) -> str:
+        """What takes the place of a relative bias, by the option that asks for it."""
+        return f"; {option} then begins as the filter nearest to the bias" if "relative_bias" in self.features else ""
 
 
 def reason(error: BaseException) -> str:
