@@ -39,7 +39,7 @@ def test_native_mechanism_changes_nothing(family: Family) -> None:
 
 
 @every
-@pytest.mark.parametrize("plan", ["stella", "relu_quadratic", "castling"])
+@pytest.mark.parametrize("plan", ["stella", "castling"])  # one without parameters of its own, one with
 def test_weights_stay_and_an_original_checkpoint_loads(family: Family, plan: str) -> None:
     original = family.build()
     converted = copy.deepcopy(original)
@@ -108,9 +108,9 @@ def test_bfloat16_copy_and_pickle(family: Family) -> None:
     assert torch.nn.functional.cosine_similarity(half.float(), reference).min() > 0.98
 
 
-def kind(family: Family) -> tuple[str, str]:
-    """The file of timm that it is from, and the first word of its name."""
-    return timm.model_entrypoint(family.model).__module__, family.model.partition("_")[0]
+def kind(family: Family) -> str:
+    """The file of timm that it is from."""
+    return timm.model_entrypoint(family.model).__module__
 
 
 FIRST = {kind(family): family for family in reversed(FAMILIES) if family.traces}  # tracing is slow: one of each kind
