@@ -59,18 +59,19 @@ def convert(
     impl: str = "auto",
     quiet: bool = True,
     costs: bool = False,
+    device: torch.device | str | None = None,
     **options: Any,
 ) -> Report:
     """Give the model's attention layers the mechanisms of a plan.
 
     `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. `auto` converts
-    the layers that are measured to get faster at this size where the model lies, and no other. What a mechanism cannot
-    honour (a relative bias, say) is an error unless `drop` names it or the plan's own `drop` does, as the papers' plans
-    do for what their papers go without; the report says which. What the argument `drop` names is dropped in every layer
-    that the plan converts. `size` is the image size that learned positions are laid out for; the model's own by
-    default. `calibrate`, batches of images, measures which layers a plan with `keep` keeps, and calls `advance` after
-    each pass. With `quiet` the local branches that mechanisms bring along start at zero, as suits pretrained weights,
-    and that of the option `local` as what comes nearest to a relative bias that is given up; a
+    the layers that are measured to get faster at this size on `device`, the model's own by default, and no other. What
+    a mechanism cannot honour (a relative bias, say) is an error unless `drop` names it or the plan's own `drop` does,
+    as the papers' plans do for what their papers go without; the report says which. What the argument `drop` names is
+    dropped in every layer that the plan converts. `size` is the image size that learned positions are laid out for; the
+    model's own by default. `calibrate`, batches of images, measures which layers a plan with `keep` keeps, and calls
+    `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at zero, as suits
+    pretrained weights, and that of the option `local` as what comes nearest to a relative bias that is given up; a
     model to be trained from scratch wants them as their papers do. With `costs` the report counts tokens and MACs of
     each layer at that size. Nothing is touched before everything fits.
     """
@@ -88,7 +89,7 @@ def convert(
     if calibrate is not None:
         plan, measured = place_by_sensitivity(model, plan, calibrate, named, advance)
     if isinstance(plan, Auto):
-        plan, studied = resolve(model, plan, named, pair)
+        plan, studied = resolve(model, plan, named, pair, device)
     steps, kept = find_steps(model, plan, named, size=pair, impl=impl, quiet=quiet)
     refuse_idle(model, plan, named, steps)
     filters = fit_filters(model, steps, pair) if quiet else {}
