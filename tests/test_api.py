@@ -21,16 +21,16 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 
 # Frozen: a change here is a change of the interface, made on purpose.
 PUBLIC = {
-    *("Capabilities", "Choice", "LinvitError", "Mechanism", "Plan", "Rule", "TokenGrid", "__version__"),
+    *("Capabilities", "Choice", "LinvitError", "Mechanism", "Plan", "Rotary", "Rule", "TokenGrid"),
     *("compare", "convert", "create_attention", "evaluate", "export", "list_mechanisms", "list_models", "list_plans"),
     *("list_recipes", "load", "load_weights", "predict", "recipe", "register", "report", "resample_patches"),
-    *("resample_windows", "save", "train"),
+    *("__version__", "resample_windows", "save", "train"),
 }
 ROOMS = {
     "attention": {
         *("Call", "Capabilities", "Constant", "ConvWidth", "Count", "Direction", "EluPlusOne", "Eps", "Feature"),
         *("Formula", "Fusion", "GridConv", "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "Number"),
-        *("Range", "ReLU", "RowSum", "Shape", "Sigmoid", "Size", "TokenConv", "TokenGrid", "Unnormalised"),
+        *("Range", "ReLU", "Rotary", "RowSum", "Shape", "Sigmoid", "Size", "TokenConv", "TokenGrid", "Unnormalised"),
         *("begin_at_zero", "check_options", "create_attention", "lift", "list_mechanisms"),
         *("mechanism_class", "options_of", "register", "regroup", "values_at_queries"),
     },

@@ -8,7 +8,7 @@ this costs little more than importing timm.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from linvit.attention import Capabilities, Mechanism, TokenGrid, create_attention, list_mechanisms, register
+from linvit.attention import Capabilities, Mechanism, Rotary, TokenGrid, create_attention, list_mechanisms, register
 from linvit.conversion import (
     Choice,
     Plan,
@@ -37,6 +37,7 @@ __all__ = [
     "LinvitError",
     "Mechanism",
     "Plan",
+    "Rotary",
     "Rule",
     "TokenGrid",
     "__version__",

@@ -80,14 +80,15 @@ def test_permutation_equivariance_is_as_declared(case: Case) -> None:
 
 
 @every
-def test_rotary_position_is_honoured_as_declared(case: Case) -> None:
-    """Turning q and k together changes nothing where the map knows only their products: positions stay relative."""
-    grid = TokenGrid(3, 4)
+def test_products_are_all_that_is_known_of_q_and_k_as_declared(case: Case) -> None:
+    """Turning q and k together changes nothing there, so rotary position of both stays relative."""
+    grid = TokenGrid(4, 6)
     mechanism = case.build(grid, dtype=torch.float64)
     q, k, v, x = inputs(grid, dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))[0]
     turned = call(mechanism, (q @ turn, k @ turn, v, x), grid)
-    assert (relative_rms(turned, call(mechanism, (q, k, v, x), grid)) < 1e-9) == mechanism.capabilities.rotary
+    same = relative_rms(turned, call(mechanism, (q, k, v, x), grid)) < 1e-9
+    assert same == (mechanism.capabilities.rotary == "products")
 
 
 @every
@@ -106,7 +107,7 @@ def test_core_is_the_map_times_v(case: Case, key_grid: TokenGrid | None) -> None
         return
     implied = mechanism.map(q, k, grid, key_grid=key_grid)
     assert implied.shape[0] == 2 and implied.shape[2:] == (q.shape[2], k.shape[2])
-    context = Call(grid, key_grid or grid)
+    q, k, context = mechanism.enter(q, k, Call(grid, key_grid or grid))
     core = mechanism.core(q, k, v, context) - mechanism.core(q, k, torch.zeros_like(v), context)
     expected = regroup(implied @ regroup(v, implied.shape[1]), 2)
     assert relative_rms(core, expected) < 1e-9

@@ -13,7 +13,7 @@ from linvit.kernels import relu_quadratic as kernel
 
 @register("softmax", paper="Attention Is All You Need")
 class Softmax(Mechanism):
-    capabilities = Capabilities(linear=False, bias=True, rotary=True)
+    capabilities = Capabilities(linear=False, bias=True, rotary="products")
 
     def logits(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5

@@ -30,7 +30,7 @@ Shift = Annotated[int, Range(0, 1023)]
 
 @register("window", paper="Swin Transformer; Fair Comparison (Swin)")
 class Window(Mechanism):
-    capabilities = Capabilities(grid=True, equivariant=False, unequal=False, rotary=True, dynamic=False)
+    capabilities = Capabilities(grid=True, equivariant=False, unequal=False, rotary="products", dynamic=False)
     examples = ({"window": 2}, {"window": (2, 3), "shift": True}, {"window": 3, "shift": 2, "bias": True})
 
     def __init__(

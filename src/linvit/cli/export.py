@@ -7,7 +7,7 @@ import typer
 
 from linvit.cli import arguments
 from linvit.cli.metrics import shown_metrics
-from linvit.cli.output import Json, console, print_json, table
+from linvit.cli.output import Json, console, print_json, styled, table
 from linvit.cli.train import print_note
 from linvit.errors import LinvitError
 
@@ -79,7 +79,7 @@ def export(
 def print_exported(done: "Exported", kind: "Target") -> None:
     out, facts = console(), done.facts
     what = f"{kind.title} in {done.precision}, {'any size' if done.dynamic else '{}×{} pixels'.format(*done.size)}"
-    out.print(f"{what}: [bold]{done.path}[/bold], {done.bytes / 2**20:.1f} MiB")
+    out.print(styled(f"{what}: ", (done.path, "bold"), f", {done.bytes / 2**20:.1f} MiB"))
     if done.checks:
         rows = []
         for check in done.checks:
