@@ -248,6 +248,12 @@ def test_boxes_are_not_exported() -> None:
         linvit.export(model, "onnx")
 
 
+def test_a_segmenter_is_exported_whole(tmp_path: Path) -> None:
+    model = timm.create_model("semantic_fpn", backbone="pvt_v2_b0", num_classes=3).eval()
+    done = linvit.export(model, "onnx", tmp_path / "model.onnx", size=(64, 96), count=1)
+    assert done.checks[0].relative < 1e-4 and done.checks[0].agreement is None
+
+
 def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "find_spec", lambda name: None)
     with pytest.raises(LinvitError, match=r"pip install 'linvit\[onnx\]'"):
