@@ -292,3 +292,13 @@ def test_two_hundred_runs_stay_small(tmp_path: Path) -> None:
     contents = gather([store])
     assert len(contents.results.runs) >= 200
     assert len(render(contents).encode()) < 3_000_000
+
+
+def test_speeds_come_from_ratios_and_absolutes_are_labelled(visit: Visit) -> None:
+    heads = dict(
+        visit.page.locator("#rows th button").evaluate_all("heads => heads.map(h => [h.dataset.sort, h.textContent])")
+    )
+    assert heads["latency"].endswith("alone") and heads["ips"].endswith("alone") and "× softmax" in heads["ratio"]
+    assert "softmax's divided by the ratio taken side by side" in visit.page.inner_text("#pareto-caption")
+    assert "softmax's divided by the ratio taken side by side" in visit.page.inner_text("#time-caption")
+    assert "†" not in visit.page.inner_text("#rows")

@@ -267,9 +267,9 @@ def test_times_of_two_chips_stand_in_no_one_column(tmp_path: Path) -> None:
             data["rows"] = [row for row in data["rows"] if row["device"] == "cpu"]
             file.write_text(json.dumps(data))
     text = markdown(gather([store]))
-    rows = {line.split(" | ")[0]: line.split(" | ")[-3:] for line in text.splitlines() if line.count(" | ") == 8}
+    rows = {line.split(" | ")[0]: line.split(" | ")[-3:] for line in text.splitlines() if line.count(" | ") == 9}
     assert rows["| qt"] == ["–", "–", "– |"] and "–" not in rows["| softmax"][0]
-    assert "Latency, images per second and memory: NVIDIA H200, bf16, CUDA graph." in text
+    assert "Timed on NVIDIA H200, bf16, CUDA graph." in text
 
 
 def test_a_loss_that_is_not_ruled_out_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from linvit.comparison.reporting.wording import accuracy, count, interval, listi
 from linvit.comparison.results import SpeedPoint
 from linvit.comparison.statistics.estimates import Difference
 from linvit.comparison.statistics.reading import Results, read
-from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting, settings
+from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Setting, settings
+from linvit.comparison.statistics.speeds import Ladder
 
 TOLERANCES = (0.5, 1.0, 2.0, 5.0)  # points of the score one may be ready to pay
 USUAL = 1.0
@@ -112,6 +113,14 @@ def at_own_size(row: CandidateRow, clock: Ladder | None) -> SpeedPoint | None:
     return next((point for point in points if point.size == row.label.size), None)
 
 
+def side_by_side(row: CandidateRow, clock: Ladder | None) -> float | None:
+    """Times softmax's speed at the size it was trained at, which alone ranks candidates; softmax's is 1."""
+    point = at_own_size(row, clock)
+    if point is None or point.median is None:
+        return None
+    return 1.0 if row.label.candidate == BASELINE else point.ratio
+
+
 def pick_all(rows: Sequence[CandidateRow], clock: Ladder, tolerance: float) -> Picks:
     fit = [row for row in rows if row.label.candidate == BASELINE or (row.delta and row.delta.mean >= -tolerance)]
     timed: dict[int, list[tuple[SpeedPoint, CandidateRow]]] = defaultdict(list)
@@ -127,14 +136,14 @@ def pick_all(rows: Sequence[CandidateRow], clock: Ladder, tolerance: float) -> P
 
 
 def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Pick:
-    """Of candidates timed at one size. Ratios were measured side by side and go before times, which were not. `note`
-    says why softmax has no time here."""
+    """Of candidates timed at one size, by their ratios, which were measured side by side. Times of separate tasks
+    decide only where nobody has a ratio. `note` says why softmax has no time here."""
     first, softmax = timed[0][0], next((found for found in timed if found[1].label.candidate == BASELINE), None)
-    rated = [(timing.ratio, timing, row) for timing, row in timed if timing.ratio is not None]
-    if len(rated) == len(timed):
-        speeds = rated
+    speeds = [(timing.ratio, timing, row) for timing, row in timed if timing.ratio and (timing, row) != softmax]
+    if speeds:
         if max(speed for speed, _, _ in speeds) < SAME_SPEED:  # nothing to win: keep what everyone has
             return Pick(first.tokens, first.size, softmax[1] if softmax else None, 1.0)
+        speeds += [(1.0, *softmax)] if softmax else []
     else:
         speeds = [(timing.batch / (timing.median or 1.0), timing, row) for timing, row in timed]
     fastest = max(speed for speed, _, _ in speeds)

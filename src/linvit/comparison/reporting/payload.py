@@ -11,7 +11,8 @@ from linvit.codec import to_plain
 from linvit.comparison.reporting.answer import Contents
 from linvit.comparison.reporting.wording import SECONDARY, metric_name
 from linvit.comparison.results import Run
-from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting, mean_of, teacher_of, use_of
+from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Setting, mean_of, teacher_of
+from linvit.comparison.statistics.speeds import Ladder, use_of
 
 HUES, MARKERS = 8, 9  # as many as the page's style sheet and script have
 LONGEST = 150  # points of a curve
@@ -124,17 +125,19 @@ def run_data(run: Run, data: Json) -> Json:
 
 def ladder_data(ladder: Ladder, chips: list[str]) -> Json:
     return {
-        **to_plain(ladder),
+        **{name: to_plain(getattr(ladder, name)) for name in ("what", "many", "time", "memory")},
         "chip": place(chips, ladder.chip),
         "points": [
             {
                 **{name: getattr(point, name) for name in ("size", "tokens", "batch")},
                 **(to_plain(point.milliseconds) if point.milliseconds else {}),
                 **{name: getattr(point, name) for name in ("images_per_second", "peak_bytes", "ratio")},
+                "time": time,  # ms an image on softmax's scale
+                "astray": point.size in ladder.astray,
                 "note": point.note or "",
                 "how": ", ".join(use_of(point)),
             }
-            for point in ladder.points
+            for point, time in zip(ladder.points, ladder.times, strict=True)
         ],
     }
 
