@@ -144,7 +144,7 @@ def test_picks_keep_their_promise(scratch: Contents) -> None:
 
 def test_softmax_stays_where_nothing_is_faster(tmp_path: Path) -> None:
     contents = gather([write_store(tmp_path, mechanisms=["softmax", "performer", "hydra"], patches=[4])])
-    assert "keep softmax" in contents.answer.sentences[0]
+    assert "Keep softmax" in contents.answer.sentences[0]
     assert "2 are clearly worse" in contents.answer.sentences[1]
 
 

@@ -15,6 +15,7 @@ from linvit.comparison.statistics.estimates import (
     difference,
     estimate,
 )
+from linvit.comparison.statistics.naming import readable
 from linvit.comparison.statistics.reading import Results
 from linvit.comparison.statistics.speeds import Ladder, ladders, normalised
 
@@ -44,7 +45,7 @@ class CandidateRow:
     def __post_init__(self) -> None:
         self.runs.sort(key=lambda run: run.seed)
         self.first, self.label = self.runs[0], self.runs[0].label
-        self.name = f"{self.label.candidate} (teacher)" if self.is_teacher else self.label.candidate
+        self.name = readable(self.label.candidate) + (" (teacher)" if self.is_teacher else "")
         self.patch, self.seeds = self.label.patch or 0, [run.seed for run in self.runs]
         self.score = estimate([run.score for run in self.runs])
 

@@ -39,7 +39,7 @@ function scoreHead() {
   return `${byImage() ? capital(metric()) : metric()}\n% ±`;
 }
 function scoreCell(row) {
-  return [percent(row.score, 2), row.interval ? muted(` ±${percent((row.interval[1] - row.interval[0]) / 2, 2)}`) : null];
+  return [percent(row.score, 2), row.interval ? muted(` ±${percent((row.interval[1] - row.interval[0]) / 2, 2)}`, row.seeds.length === 2 ? TWO_SEEDS : null) : null];
 }
 function trainCell(row) {
   const shared = row.training.shared > 1 ? muted(" *", "the device was shared") : null;
@@ -50,6 +50,9 @@ function driftCell(row) {
   if (!found) return "–";
   return found.finite ? even(100 * found.relative_rms) : el("span", { class: "worse" }, "not finite");
 }
+const TWO_SEEDS =
+  "± of two seeds is 12.7 standard errors (Student's t with one degree of freedom), so it is wide even where they agree." +
+  " Δ is paired seed by seed and, where that is known, image by image, so it can be clear where ± is not.";
 const even = (x) => three(x, true);
 const ASTRAY = "softmax took another time in its own task: the ratio counts";
 function timedCell(timing, { value, write = even, alone }) {
@@ -102,7 +105,7 @@ function columnsNow() {
 }
 function sortedRows() {
   const column = COLUMNS.find(({ id }) => id === sorting.id), words = query.toLowerCase().split(/\s+/).filter(Boolean);
-  const text = (row) => `${row.name} ${row.mechanism} ${row.paper} patch ${row.patch} ${row.size}px`.toLowerCase();
+  const text = (row) => `${row.name} ${row.candidate} ${row.mechanism} ${row.paper} patch ${row.patch} ${row.size}px`.toLowerCase();
   const order = (a, b) => {
     const x = column.of(a), y = column.of(b);
     if (!known(x) || !known(y)) return known(y) - known(x);
@@ -142,6 +145,7 @@ function aboutTable(rows, columns) {
   if (astray.length)
     text.push(`† alone and side by side disagree by more than their spread (${astray.join(", ")}): the ratio counts.`);
   if (rows.some((row) => row.training.shared > 1)) text.push("* the device was shared while training.");
+  if (rows.some((row) => row.seeds.length === 2)) text.push(TWO_SEEDS);
   return [...text, "Open a row for its runs."].join(" ");
 }
 function sortBy(column) {
