@@ -125,7 +125,7 @@ def test_sorting(visit: Visit) -> None:
     assert visit.page.get_attribute("th:has([data-sort=score])", "aria-sort") == "ascending"
     visit.page.click('[data-sort="name"]')
     names = visit.rows()
-    assert names == sorted(names)
+    assert names == sorted(names, key=str.lower)
     visit.page.focus('[data-sort="macs"]')
     visit.page.keyboard.press("Enter")
     assert visit.page.evaluate("document.activeElement.dataset.sort") == "macs"
@@ -133,10 +133,10 @@ def test_sorting(visit: Visit) -> None:
 
 def test_filtering(visit: Visit) -> None:
     visit.page.fill("#filter", "xca lpi")
-    assert visit.rows() == ["xca:variant=fair,lpi=true"]
+    assert visit.rows() == ["XCA + LPI (fair)"]
     assert "1 row." in visit.page.inner_text(".about")
     visit.page.fill("#filter", "MixA")
-    assert set(visit.rows()) == {"stella", "mixa:keep=2"}
+    assert set(visit.rows()) == {"stella", "mixa, 2 quadratic"}
     visit.page.fill("#filter", "")
     visit.page.select_option("#patch", "")
     assert len(visit.rows()) == 2 * (len(MECHANISMS) + 1)
@@ -292,3 +292,30 @@ def test_two_hundred_runs_stay_small(tmp_path: Path) -> None:
     contents = gather([store])
     assert len(contents.results.runs) >= 200
     assert len(render(contents).encode()) < 3_000_000
+
+
+def test_speeds_come_from_ratios_and_absolutes_are_labelled(visit: Visit) -> None:
+    heads = dict(
+        visit.page.locator("#rows th button").evaluate_all("heads => heads.map(h => [h.dataset.sort, h.textContent])")
+    )
+    assert heads["latency"].endswith("alone") and heads["ips"].endswith("alone") and "× softmax" in heads["ratio"]
+    assert "softmax's divided by the ratio taken side by side" in visit.page.inner_text("#pareto-caption")
+    assert "softmax's divided by the ratio taken side by side" in visit.page.inner_text("#time-caption")
+    assert "†" not in visit.page.inner_text("#rows")
+
+
+def test_the_answer_and_its_counts_follow_the_setting(visit: Visit) -> None:
+    before = [visit.page.inner_text(part) for part in ("#title", "#facts")]
+    assert before[0].startswith("Take ") and "Trained from scratch" in before[1]
+    visit.page.select_option("#setting", "1")
+    after = [visit.page.inner_text(part) for part in ("#title", "#facts")]
+    assert "Distilled from softmax" in after[1] and after != before
+    assert visit.page.locator("#lead b").count() >= 1 and visit.page.locator("h1").count() == 1
+
+
+def test_the_wide_interval_of_two_seeds_is_explained_beside_it(browser: Any, tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", mechanisms=["softmax", "stella"], patches=[4], seeds=[0, 1])
+    (tmp_path / "report.html").write_text(render(gather([store])), encoding="utf-8")
+    visit = Visit(browser, tmp_path / "report.html")
+    assert "± of two seeds is 12.7 standard errors" in visit.page.inner_text(".about")
+    visit.context.close()

@@ -144,7 +144,7 @@ def test_picks_keep_their_promise(scratch: Contents) -> None:
 
 def test_softmax_stays_where_nothing_is_faster(tmp_path: Path) -> None:
     contents = gather([write_store(tmp_path, mechanisms=["softmax", "performer", "hydra"], patches=[4])])
-    assert "keep softmax" in contents.answer.sentences[0]
+    assert "Keep softmax" in contents.answer.sentences[0]
     assert "2 are clearly worse" in contents.answer.sentences[1]
 
 
@@ -267,9 +267,9 @@ def test_times_of_two_chips_stand_in_no_one_column(tmp_path: Path) -> None:
             data["rows"] = [row for row in data["rows"] if row["device"] == "cpu"]
             file.write_text(json.dumps(data))
     text = markdown(gather([store]))
-    rows = {line.split(" | ")[0]: line.split(" | ")[-3:] for line in text.splitlines() if line.count(" | ") == 8}
+    rows = {line.split(" | ")[0]: line.split(" | ")[-3:] for line in text.splitlines() if line.count(" | ") == 9}
     assert rows["| qt"] == ["–", "–", "– |"] and "–" not in rows["| softmax"][0]
-    assert "Latency, images per second and memory: NVIDIA H200, bf16, CUDA graph." in text
+    assert "Timed on NVIDIA H200, bf16, CUDA graph." in text
 
 
 def test_a_loss_that_is_not_ruled_out_is_named(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_the_fair_comparisons_order_is_beside_ours(scratch: Contents) -> None:
     assert len(fine.places) == 8 and fine.ranks is not None and fine.ranks[0] > 0.5
     first = next(place for place in fine.places if place.label == "SA-4")
     assert (first.theirs.accuracy, first.their_rank, first.row.name) == ("81.80", 1, "softmax")
-    assert next(p for p in fine.places if p.label == "LPI-4").row.name == "xca:variant=fair,lpi=true"
+    assert next(p for p in fine.places if p.label == "LPI-4").row.name == "XCA + LPI (fair)"
     assert len(fine.by_seed) == 3 and len(coarse.by_seed) == 1
     printed = [row.label.rpartition("-")[0] for section in TABLES["fair"].sections[:2] for row in section.rows]
     assert set(printed) == set(FAIR)
@@ -137,7 +137,7 @@ def test_the_documents_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (example,) = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(example, document.name, "exec"), {})
-    assert capsys.readouterr().out.startswith("On NVIDIA H200")
+    assert capsys.readouterr().out.startswith("Take stella from 256")
 
 
 def test_a_claim_is_held_against_the_candidate_most_like_the_papers(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from linvit.comparison.scheduling.estimate import GridRow
     from linvit.comparison.scheduling.scheduler import Summary, Watch
     from linvit.comparison.scheduling.store import Store
-    from linvit.comparison.statistics.rows import CandidateRow, Ladder, Setting
+    from linvit.comparison.statistics.rows import CandidateRow, Setting
+    from linvit.comparison.statistics.speeds import Ladder
 
     TimedRow = tuple[CandidateRow, SpeedPoint | None, Ladder | None]
 

@@ -12,11 +12,14 @@ from typing import Any
 from torch import nn
 
 from linvit.conversion import Plan, Report, convert, open_model, open_original, parse_plan
+from linvit.conversion.convert import names_to_drop
+from linvit.conversion.plan import Auto
+from linvit.conversion.resolving import resolve
 from linvit.errors import LinvitError
-from linvit.files import place
+from linvit.files import place, write_json
 from linvit.images import Progress, quiet
 from linvit.tasks.kinds import Model, Note, Reading, described, kind_of, name_of, tell
-from linvit.training import Config, Outcome, Output, make_processes, override
+from linvit.training import Config, Outcome, Output, Processes, make_processes, override
 from linvit.training import recipe as named_recipe
 from linvit.training.checkpoints import Watch, resumes_after
 from linvit.training.loggers import Logger, RunFacts, find_logger, logging_to
@@ -99,6 +102,8 @@ def train(
             kind.check_original(built, model, sets, chosen, pretrained, note)
     if resume and folder is not None and not (folder / "checkpoints").exists():
         note(f"there is nothing to resume in {folder}: begun anew")
+    if isinstance(chosen, Auto):
+        chosen = measured_plan(chosen, built, drop, processes, folder, resume)
     report = convert(built, chosen, drop=drop) if chosen is not None else None
     for line in report.losses if report is not None else ():
         note(line)
@@ -115,6 +120,23 @@ def train(
         finally:
             fitting.close()
     return Trained(**vars(outcome), model=fitting.shown, report=report)
+
+
+def measured_plan(
+    plan: Auto, model: nn.Module, drop: Iterable[str], processes: Processes, folder: Path | None, resume: bool
+) -> Plan:
+    """What `auto` becomes, measured once by the first process and kept in the run's folder: the other processes, and
+    the run when it is resumed, must convert the same layers."""
+    kept, found = None if folder is None else folder / "plan.json", None
+    if processes.first and resume and kept is not None and kept.exists():
+        found = parse_plan(str(kept))
+    elif processes.first:
+        found, _ = resolve(model, plan, names_to_drop(drop), device=processes.device)
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept, found.to_dict())
+    chosen: Plan = processes.broadcast_object(found)
+    return chosen
 
 
 def evaluate(

@@ -12,11 +12,21 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from linvit.comparison.reporting.wording import accuracy, count, interval, listing, metric_name, multiple, points
+from linvit.comparison.reporting.wording import (
+    accuracy,
+    count,
+    in_words,
+    interval,
+    listing,
+    metric_name,
+    multiple,
+    points,
+)
 from linvit.comparison.results import SpeedPoint
 from linvit.comparison.statistics.estimates import Difference
 from linvit.comparison.statistics.reading import Results, read
-from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting, settings
+from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Setting, settings
+from linvit.comparison.statistics.speeds import Ladder
 
 TOLERANCES = (0.5, 1.0, 2.0, 5.0)  # points of the score one may be ready to pay
 USUAL = 1.0
@@ -60,18 +70,23 @@ class Answer:
 class Contents:
     results: Results
     settings: tuple[Setting, ...]
-    answer: Answer
+    answers: tuple[Answer, ...]  # one for each setting
+
+    @property
+    def answer(self) -> Answer:
+        """Of the largest comparison."""
+        return self.answers[0] if self.answers else Answer(("No run has finished yet.",))
 
 
 def gather(stores: Sequence[str | Path]) -> Contents:
     """Read the stores, folders or archives, and work out what they say."""
     results = read(stores)
     found = tuple(settings(results))
-    return Contents(results, found, answer(found[0]) if found else Answer(("No run has finished yet.",)))
+    return Contents(results, found, tuple(map(answer, found)))
 
 
 def answer(setting: Setting) -> Answer:
-    """Two sentences about the largest comparison, and the picks of every chip and tolerance there."""
+    """Two sentences about a setting, and the picks of every chip and tolerance there."""
     rows = main_rows(setting)
     picks = tuple(pick_all(rows, clock, tolerance) for clock in clocks(rows) for tolerance in TOLERANCES)
     compared = [row for row in rows if row.delta is not None]
@@ -81,7 +96,20 @@ def answer(setting: Setting) -> Answer:
     usual = next((found for found in picks if found.tolerance == USUAL and found.picks), None)
     if usual is None:
         return Answer((accuracy_sentence(compared, None), "No speeds were measured yet."), picks)
-    return Answer((speed_sentence(usual, worth), accuracy_sentence(compared, usual.picks[-1].row)), picks)
+    first = f"{speed_sentence(usual, worth)}: {studied(rows[0])}, {timed_on(usual)}."
+    return Answer((first, accuracy_sentence(compared, usual.picks[-1].row)), picks)
+
+
+def studied(row: CandidateRow) -> str:
+    """The data in plain words: `ten classes, 6,000 training images, 128 px`."""
+    classes, images = row.first.identity.classes, row.first.data.train
+    words = [f"{in_words(classes)} class{'' if classes == 1 else 'es'}"] if classes else []
+    words += [f"{count(images)} training images"] if images else []
+    return ", ".join([*words, f"{row.label.size} px"])
+
+
+def timed_on(found: Picks) -> str:
+    return f"{found.chip}, {f'batches of {found.batch}' if found.many else 'one image at a time'}"
 
 
 def main_rows(setting: Setting) -> list[CandidateRow]:
@@ -112,6 +140,14 @@ def at_own_size(row: CandidateRow, clock: Ladder | None) -> SpeedPoint | None:
     return next((point for point in points if point.size == row.label.size), None)
 
 
+def side_by_side(row: CandidateRow, clock: Ladder | None) -> float | None:
+    """Times softmax's speed at the size it was trained at, which alone ranks candidates; softmax's is 1."""
+    point = at_own_size(row, clock)
+    if point is None or point.median is None:
+        return None
+    return 1.0 if row.label.candidate == BASELINE else point.ratio
+
+
 def pick_all(rows: Sequence[CandidateRow], clock: Ladder, tolerance: float) -> Picks:
     fit = [row for row in rows if row.label.candidate == BASELINE or (row.delta and row.delta.mean >= -tolerance)]
     timed: dict[int, list[tuple[SpeedPoint, CandidateRow]]] = defaultdict(list)
@@ -127,14 +163,14 @@ def pick_all(rows: Sequence[CandidateRow], clock: Ladder, tolerance: float) -> P
 
 
 def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Pick:
-    """Of candidates timed at one size. Ratios were measured side by side and go before times, which were not. `note`
-    says why softmax has no time here."""
+    """Of candidates timed at one size, by their ratios, which were measured side by side. Times of separate tasks
+    decide only where nobody has a ratio. `note` says why softmax has no time here."""
     first, softmax = timed[0][0], next((found for found in timed if found[1].label.candidate == BASELINE), None)
-    rated = [(timing.ratio, timing, row) for timing, row in timed if timing.ratio is not None]
-    if len(rated) == len(timed):
-        speeds = rated
+    speeds = [(timing.ratio, timing, row) for timing, row in timed if timing.ratio and (timing, row) != softmax]
+    if speeds:
         if max(speed for speed, _, _ in speeds) < SAME_SPEED:  # nothing to win: keep what everyone has
             return Pick(first.tokens, first.size, softmax[1] if softmax else None, 1.0)
+        speeds += [(1.0, *softmax)] if softmax else []
     else:
         speeds = [(timing.batch / (timing.median or 1.0), timing, row) for timing, row in timed]
     fastest = max(speed for speed, _, _ in speeds)
@@ -150,14 +186,13 @@ def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Pi
 
 
 def speed_sentence(found: Picks, worth: str) -> str:
-    """Which mechanism at which token count on this chip, for how much of what it is `worth`."""
+    """Which mechanism at which token count, for how much of what it is `worth`."""
     spans = [(name, list(group)) for name, group in groupby(found.picks, key=lambda pick: pick.name)]
-    where = f"On {found.chip} ({'batches of ' + str(found.batch) if found.many else 'one image at a time'}),"
     last = found.picks[-1]
     if len(spans) == 1 and last.name == BASELINE:
         return (
-            f"{where} keep softmax: no mechanism within {points(found.tolerance)} of its {worth} was clearly faster"
-            f" at any token count up to {count(last.tokens)}."
+            f"Keep softmax, as no mechanism within {points(found.tolerance)} of its {worth} was clearly faster"
+            f" at any token count up to {count(last.tokens)}"
         )
     words: list[str] = []
     told, rated = False, any(pick.ratio is not None for pick in found.picks)
@@ -170,7 +205,7 @@ def speed_sentence(found: Picks, worth: str) -> str:
             won = gain(group, " as fast as softmax" if not told else "") if rated else ""
             words.append(f"{name} {at} tokens{won}")
             told = True
-    return f"{where} giving up at most {points(found.tolerance)} of {worth}, take {listing(words)}."
+    return f"Take {listing(words)}, giving up at most {points(found.tolerance)} of {worth}"
 
 
 def gain(group: Sequence[Pick], unit: str) -> str:

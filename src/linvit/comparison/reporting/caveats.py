@@ -34,9 +34,11 @@ DENSE = (
     " its proposals depends on the image.",
 )
 SPEEDS = (
-    "Latency is of one image, throughput of a batch; both are medians, timed alone on the device, with softmax of the"
-    " same architecture side by side in the same task. Ratios come from there. As a CUDA graph a pass is replayed, and"
-    " what Python takes to start it does not count; as plain calls it does.",
+    "Latency is of one image, throughput of a batch; both are medians, with nothing else on the device and softmax of"
+    " the same architecture timed side by side in the same task. Ratios come from there, and all that is ranked, drawn"
+    " or said comes from the ratios: a time in a chart is softmax's divided by the ratio. Milliseconds and images/s in"
+    " tables were taken alone, each in its own task. As a CUDA graph a pass is replayed, and what Python takes to start"
+    " it does not count; as plain calls it does.",
     "Exponents are least-squares slopes of log time, or log memory, over log tokens, fitted to the upper half of the"
     " ladder (three points at least). They are of whole models, whose MLPs are linear: below 1 the device is not busy.",
     "MACs count contractions once each; FLOPs in the papers' tables follow the papers.",
@@ -56,6 +58,10 @@ SHARED = (
 DISTURBED = (
     "were taken while other trainings had the device: their milliseconds say little, and their ratios, timed by turns,"
     " only somewhat more."
+)
+ASTRAY = (
+    "Times taken alone and ratios taken side by side disagree by more than their spread, because softmax itself took"
+    " another time in its own task; the ratios count, here and above. By device:"
 )
 UNCOMMITTED = "Some runs were made from a working tree with uncommitted changes (commit ends in +)."
 SMALL = "The validation set is small: one image more or less is visible in the accuracy."
@@ -106,11 +112,23 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
         (any(row.first.data.validation < 1000 for row in rows), SMALL),
         (unsafe, f"Not finite in half precision: {listing(unsafe)}."),
         (disturbed, f"{disturbed} of {len(points)} timings {DISTURBED}"),
+        (contrary := astray(settings), contrary),
         (untimed, f"{untimed} timings are missing; the charts and the table say why."),
         (not points, "No speed was measured: latency, memory and exponents are empty."),
         (failed, f"{failed} task{'s' if failed > 1 else ''} failed, and what would have been measured is missing."),
     ]
     return [sentence for called_for, sentence in said if called_for] + results.notes
+
+
+def astray(settings: Sequence[Setting]) -> str:
+    """Where the times that were taken alone contradict the ratios."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for row in (row for setting in settings for row in setting.rows if not row.is_teacher):
+        for ladder in row.ladders:
+            how = f"{ladder.chip}, {ladder.what}{'' if ladder.many else ' of one image'}"
+            found[how] |= {f"{row.name} at {size} px" for size in ladder.astray}
+    said = [f"{how}: {listing(sorted(names))}" for how, names in found.items() if names]
+    return f"{ASTRAY} {'; '.join(said)}." if said else ""
 
 
 def inferred(names: Iterable[str]) -> list[tuple[str, str]]:

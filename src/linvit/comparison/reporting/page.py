@@ -17,11 +17,11 @@ from typing import Any
 
 from linvit.comparison.reporting.answer import Contents, main_rows
 from linvit.comparison.reporting.caveats import caveats, hardware, inferred, method
-from linvit.comparison.reporting.payload import payload
+from linvit.comparison.reporting.payload import facts, payload, told
 from linvit.comparison.reporting.published import PaperClaim, Ranking, claims, rankings
 from linvit.comparison.reporting.wording import change, listing, minus
 from linvit.comparison.results import Failure
-from linvit.comparison.statistics.rows import BASELINE, Setting
+from linvit.comparison.statistics.rows import Setting
 from linvit.version import __version__
 
 SCRIPTS = ("base", "marks", "plot", "points", "pareto", "growth", "learning", "picks", "table", "runs", "main")
@@ -42,7 +42,7 @@ def render(contents: Contents) -> str:
         "script": script,
         "data": embedded(payload(contents)),
         "answer": answer_html(contents),
-        "facts": escape(facts(contents)),
+        "facts": escape(facts(contents, settings[0])) if settings else "",
         "papers": papers_html(settings),
         "method": method_html(contents),
         "failures": failures_html(results.failures) if results.failures else "",
@@ -63,22 +63,10 @@ def embedded(data: Any) -> str:
 
 
 def answer_html(contents: Contents) -> str:
-    """The sentences, candidates' names set off."""
-    names = {row.name for setting in contents.settings for row in setting.rows} - {BASELINE}
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in contents.answer.sentences)
-    pattern = "|".join(re.escape(escape(name)) for name in sorted(names, key=len, reverse=True))
-    return re.sub(rf"(?<![\w:])({pattern})(?![\w:])", r"<b>\1</b>", said) if names else said
-
-
-def facts(contents: Contents) -> str:
-    runs = contents.results.runs
-    candidates, seeds = {run.label.candidate for run in runs}, {run.seed for run in runs}
-    chips = sorted({ladder.chip for s in contents.settings for row in s.rows for ladder in row.ladders})
-    words = [f"{len(runs)} runs", f"{len(candidates)} candidates", f"{len(seeds)} seed{'s' if len(seeds) != 1 else ''}"]
-    words += [f"data {name}" for name in sorted({run.data.name for run in runs})]
-    words += [f"timed on {listing(chips)}"] if chips else []
-    words += [f"{len(contents.results.failures)} failed"] if contents.results.failures else []
-    return " · ".join(words)
+    """The sentences, candidates' names set off, the first as the headline."""
+    said = told(contents, 0)
+    texts = ["".join(f"<b>{escape(p)}</b>" if i % 2 else escape(p) for i, p in enumerate(parts)) for parts in said]
+    return f'<h1 id="title">{texts[0]}</h1>' + "".join(f"<p>{text}</p>" for text in texts[1:])
 
 
 def method_html(contents: Contents) -> str:
@@ -91,7 +79,7 @@ def method_html(contents: Contents) -> str:
     return (
         f'<div class="columns"><div><h3>Method</h3>{bullets(map(escape, method(contents.settings)))}'
         f"<h3>Caveats</h3>{bullets(map(escape, caveats(contents.results, contents.settings)))}</div>"
-        f"<div><h3>Made with</h3><dl>{made}</dl>"
+        f"<div><details><summary>Made with</summary><dl>{made}</dl></details>"
         + (f"<h3>Inferred, where a paper is silent</h3>{bullets(said)}" if said else "")
         + "</div></div>"
     )
@@ -153,6 +141,7 @@ def slopes(ranking: Ranking) -> str:
     contrary = {name for pair in ranking.contrary for name in pair}
     step, top, left, right = 23, 34, 62, 190
     height = top + step * len(ranking.places)
+    width = right + 16 + 7 * max(len(place.row.name) for place in ranking.places)
     # Equal ranks stand below each other, in their order on the other side.
     theirs = sorted(ranking.places, key=lambda place: (place.their_rank, place.our_rank))
     ours = sorted(ranking.places, key=lambda place: (place.our_rank, place.their_rank))
@@ -160,14 +149,13 @@ def slopes(ranking: Ranking) -> str:
     for place in ranking.places:
         y1, y2 = (top + step * side.index(place) for side in (theirs, ours))
         moved = "moved" if place.row.name in contrary else ""
-        name = place.row.name if len(place.row.name) < 17 else place.row.name[:15] + "…"
         lines.append(
             f'<line class="{moved}" x1="{left}" y1="{y1 - 4}" x2="{right}" y2="{y2 - 4}"/>'
             f'<text x="{left - 8}" y="{y1}" text-anchor="end">{escape(place.label)}</text>'
-            f'<text class="ours" x="{right + 8}" y="{y2}">{escape(name)}</text>'
+            f'<text class="ours" x="{right + 8}" y="{y2}">{escape(place.row.name)}</text>'
         )
     return (
-        f'<svg class="slopes" width="310" height="{height}" viewBox="0 0 310 {height}" role="img"'
+        f'<svg class="slopes" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img"'
         f' aria-label="Their order and ours, best first"><text x="{left - 8}" y="12" text-anchor="end">theirs</text>'
         f'<text x="{right + 8}" y="12">ours</text>{"".join(lines)}</svg>'
     )

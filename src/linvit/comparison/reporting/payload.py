@@ -1,5 +1,6 @@
 """What the page's script draws from: plain JSON, each environment and config once."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,9 +10,11 @@ import numpy as np
 from linvit.attention import list_mechanisms
 from linvit.codec import to_plain
 from linvit.comparison.reporting.answer import Contents
-from linvit.comparison.reporting.wording import SECONDARY, metric_name
+from linvit.comparison.reporting.wording import SECONDARY, listing, metric_name
 from linvit.comparison.results import Run
-from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Ladder, Setting, mean_of, teacher_of, use_of
+from linvit.comparison.statistics.naming import readable
+from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Setting, mean_of, teacher_of
+from linvit.comparison.statistics.speeds import Ladder, use_of
 
 HUES, MARKERS = 8, 9  # as many as the page's style sheet and script have
 LONGEST = 150  # points of a curve
@@ -34,25 +37,55 @@ def payload(contents: Contents) -> Json:
     made = [{"setting": i, **row_data(row, data)} for i, setting in enumerate(settings) for row in setting.rows]
     picks = [
         {
+            "setting": i,
             **vars(found),
             "chip": place(data["chips"], found.chip),
             "picks": [{**vars(pick), "row": numbers.get(id(pick.row), -1)} for pick in found.picks],
         }
-        for found in contents.answer.picks
+        for i, answer in enumerate(contents.answers)
+        for found in answer.picks
     ]
     titles = zip(settings, apart(settings), strict=True)
     return {
         "settings": [
-            {"title": name, "mode": setting.mode, "metric": metric_name(setting.metric), "by_image": setting.by_image}
-            for setting, name in titles
+            {
+                "title": name,
+                "mode": setting.mode,
+                "metric": metric_name(setting.metric),
+                "by_image": setting.by_image,
+                "answer": told(contents, i),
+                "facts": facts(contents, setting),
+            }
+            for i, (setting, name) in enumerate(titles)
         ],
         "secondary": {name: metric_name(name) for name in SECONDARY},
         "rows": rounded(made),
         "picks": rounded(picks),
+        "names": {row.label.candidate: readable(row.label.candidate) for row in rows},
         "styles": styles(row.label.candidate for row in rows),
         **data,
         "timed": {speed.candidate_key: speed.command or "" for speed in contents.results.speeds},
     }
+
+
+def told(contents: Contents, setting: int) -> list[list[str]]:
+    """The sentences of a setting's answer, each in parts; every other part is a candidate's name."""
+    names = {row.name for row in contents.settings[setting].rows} - {BASELINE} if contents.settings else set()
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    said = contents.answers[setting].sentences if contents.answers else contents.answer.sentences
+    return [re.split(rf"(?<![\w:])({pattern})(?![\w:])", text) if names else [text] for text in said]
+
+
+def facts(contents: Contents, setting: Setting) -> str:
+    """How the setting shown was made, and how much of it there is."""
+    runs = [run for row in setting.rows if not row.is_teacher for run in row.runs]
+    counted = [(len(runs), "run"), (len({run.label.candidate for run in runs}), "candidate")]
+    counted.append((len({run.seed for run in runs}), "seed"))
+    chips = sorted({ladder.chip for row in setting.rows for ladder in row.ladders})
+    words = [setting.title, *(f"{number} {word}{'' if number == 1 else 's'}" for number, word in counted)]
+    words += [f"timed on {listing(chips)}"] if chips else []
+    failed = sum(failure.label.mode == setting.mode for failure in contents.results.failures)
+    return " · ".join([*words, *([f"{failed} failed"] if failed else [])])
 
 
 def apart(settings: Sequence[Setting]) -> list[str]:
@@ -124,17 +157,19 @@ def run_data(run: Run, data: Json) -> Json:
 
 def ladder_data(ladder: Ladder, chips: list[str]) -> Json:
     return {
-        **to_plain(ladder),
+        **{name: to_plain(getattr(ladder, name)) for name in ("what", "many", "time", "memory")},
         "chip": place(chips, ladder.chip),
         "points": [
             {
                 **{name: getattr(point, name) for name in ("size", "tokens", "batch")},
                 **(to_plain(point.milliseconds) if point.milliseconds else {}),
                 **{name: getattr(point, name) for name in ("images_per_second", "peak_bytes", "ratio")},
+                "time": time,  # ms an image on softmax's scale
+                "astray": point.size in ladder.astray,
                 "note": point.note or "",
                 "how": ", ".join(use_of(point)),
             }
-            for point in ladder.points
+            for point, time in zip(ladder.points, ladder.times, strict=True)
         ],
     }
 

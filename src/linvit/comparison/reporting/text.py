@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from linvit.codec import to_plain
-from linvit.comparison.reporting.answer import Contents, at_own_size, clock_of, clocks, main_rows
+from linvit.comparison.reporting.answer import Contents, at_own_size, clock_of, clocks, main_rows, side_by_side
 from linvit.comparison.reporting.caveats import caveats, hardware, inferred, method
 from linvit.comparison.reporting.published import PaperClaim, Ranking, claims, rankings
 from linvit.comparison.reporting.wording import (
@@ -24,9 +24,14 @@ from linvit.comparison.reporting.wording import (
 )
 from linvit.comparison.results import Run, SpeedPoint
 from linvit.comparison.statistics.estimates import pareto_front
-from linvit.comparison.statistics.rows import CandidateRow, Ladder, Setting
+from linvit.comparison.statistics.rows import CandidateRow, Setting
+from linvit.comparison.statistics.speeds import Ladder
 
 WORDS = ("", "task", "error", "paper", "theirs", "against")  # columns of words, not of numbers
+ALONE = (
+    "× softmax is the throughput, taken side by side with softmax; latency and images per second were taken alone, each"
+    " in its own task, and do not rank candidates."
+)
 COLUMNS = (
     *("kind", "setting", "mode", "data", "candidate", "mechanism", "paper", "patch", "size", "tokens", "seed", "key"),
     *("metric", "top1", "top5", "best", "standard_error", "loss", "parameters", "macs"),
@@ -80,7 +85,7 @@ def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
     heads = ["candidate", f"{metric_name(setting.metric)}, %", "Δ softmax, points"]
     heads += [f"{metric_name(name)}, %" for name in others]
     heads += ["zero-shot, %", *(["agrees, %", "KL"] if setting.by_image else [])] if distil else []
-    heads += ["seeds", "parameters", f"MACs{part}", "latency, ms", "images/s", "memory"]
+    heads += ["seeds", "parameters", f"MACs{part}", "× softmax", "latency alone, ms", "images/s alone", "memory"]
     single, batch = (clock_of(rows, many=many) for many in (False, True))
     lines = []
     for row in rows:
@@ -95,18 +100,18 @@ def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
             cells += [three(number) for number in numbers[: 3 if setting.by_image else 1]]
         one, many = at_own_size(row, single), at_own_size(row, batch)
         cells += [str(len(row.runs)), short(row.first.model.parameters), short(row.first.model.macs)]
-        cells.append(three(one.median if one else None))
+        cells += [times(side_by_side(row, batch)), three(one.median if one else None)]
         cells += [count(many.images_per_second), megabytes(many.peak_bytes)] if many else ["–", "–"]
         lines.append(cells)
     chips = dict.fromkeys(clock.chip for clock in (single, batch) if clock)
-    timed = f"\n\nLatency, images per second and memory: {plain(listing(list(chips)))}." if chips else ""
+    timed = f"\n\n{ALONE} Timed on {plain(listing(list(chips)))}." if chips else ""
     return table(heads, lines) + timed
 
 
 def front(rows: Sequence[CandidateRow]) -> str:
     """Which candidates nobody beats in accuracy and throughput both."""
     clock = clock_of(rows, many=True)
-    timed = [(row, 1 / t.images_per_second) for row in rows if (t := at_own_size(row, clock)) and t.images_per_second]
+    timed = [(row, 1 / ratio) for row in rows if (ratio := side_by_side(row, clock))]
     if len(timed) < 2:
         return ""
     best = pareto_front([cost for _, cost in timed], [row.score.mean for row, _ in timed])
@@ -128,12 +133,16 @@ def speeds(rows: Sequence[CandidateRow], clock: Ladder) -> str:
     return table(["candidate", *(f"{count(n)} tokens" for n in tokens), "exponent of time"], lines)
 
 
+def times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}×"
+
+
 def told(timing: SpeedPoint | None) -> str:
     if timing is None:
         return "–"
     if timing.median is None:
         return timing.note or "–"
-    return multiple(timing.ratio) if timing.ratio is not None else f"{three(timing.median)} ms"
+    return multiple(timing.ratio) if timing.ratio is not None else f"{three(timing.median)} ms alone"
 
 
 def ranking(found: Ranking) -> str:

@@ -18,6 +18,12 @@ def count(number: float | None) -> str:
     return "–" if number is None else f"{number:,.0f}"
 
 
+def in_words(number: int) -> str:
+    """Up to twelve in words, as prose has them."""
+    names = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+    return names[number] if 0 <= number < len(names) else count(number)
+
+
 def accuracy(percent: float | None) -> str:
     return "–" if percent is None else f"{percent:.1f} %"
 

@@ -1,8 +1,7 @@
 """Runs that differ by their seed only make one row: means, intervals, the difference to softmax, and speeds."""
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -12,35 +11,18 @@ from linvit.comparison.results import Conversion, Drift, Label, Run, Speed, Spee
 from linvit.comparison.statistics.estimates import (
     Difference,
     Estimate,
-    Fit,
     average,
     difference,
     estimate,
-    fit_exponent,
 )
+from linvit.comparison.statistics.naming import readable
 from linvit.comparison.statistics.reading import Results
+from linvit.comparison.statistics.speeds import Ladder, ladders, normalised
 
 T = TypeVar("T")
 BASELINE = "softmax"
 MODES = {"scratch": "Trained from scratch", "distil": "Distilled from softmax"}
 OWN = ("seed", "teacher", "input_size", "eval_epochs")  # of a recipe's config: what runs of one setting may differ in
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """A candidate on one chip, in one pass, one image at a time or many: its ladder and how it grows."""
-
-    device: str
-    chip: str  # and how it was used: what a time must not be compared without
-    what: str
-    many: bool  # the batch of throughput, not one image
-    points: tuple[SpeedPoint, ...]  # by tokens
-    time: Fit | None
-    memory: Fit | None
-
-    def same_clock(self, other: "Ladder") -> bool:
-        """Whether two candidates were timed on the same chip in the same way."""
-        return (self.chip, self.what, self.many) == (other.chip, other.what, other.many)
 
 
 @dataclass(eq=False)
@@ -63,7 +45,7 @@ class CandidateRow:
     def __post_init__(self) -> None:
         self.runs.sort(key=lambda run: run.seed)
         self.first, self.label = self.runs[0], self.runs[0].label
-        self.name = f"{self.label.candidate} (teacher)" if self.is_teacher else self.label.candidate
+        self.name = readable(self.label.candidate) + (" (teacher)" if self.is_teacher else "")
         self.patch, self.seeds = self.label.patch or 0, [run.seed for run in self.runs]
         self.score = estimate([run.score for run in self.runs])
 
@@ -277,34 +259,12 @@ def add_ladders(rows: Sequence[CandidateRow], speeds: Sequence[Speed]) -> None:
         by_key[family(speed)].append(speed)
     for row in rows:
         row.ladders = ladders(by_key.get(row.first.candidate_key) or by_key.get(family(row.first)) or [])
+    softmax = {family(row.first, BASELINE): row.ladders for row in rows if row.label.candidate == BASELINE}
+    for row in rows:
+        beside = softmax.get(family(row.first, BASELINE), [])
+        row.ladders = [normalised(ladder, beside) for ladder in row.ladders]
 
 
-def family(result: Run | Speed) -> str:
-    return digest([result.label.candidate, result.label.patch, result.identity.architecture])
-
-
-def ladders(speeds: Iterable[Speed]) -> list[Ladder]:
-    timed = [(point, chip_of(speed, point)) for speed in speeds for point in speed.rows]
-    found: dict[tuple[str, str, str, bool], dict[int, SpeedPoint]] = defaultdict(dict)
-    for point, chip in sorted(timed, key=lambda row: (row[0].tokens, row[0].batch)):
-        found[point.device, chip, point.what, point.batch > 1].setdefault(point.size, point)
-    made = []
-    for which, at_size in sorted(found.items()):
-        points = tuple(at_size.values())
-        time = fit_exponent((p.tokens, p.median / p.batch) for p in points if p.median is not None)
-        memory = fit_exponent((p.tokens, p.peak_bytes / p.batch) for p in points if p.peak_bytes is not None)
-        made.append(Ladder(*which, points, time, memory))
-    return made
-
-
-def chip_of(speed: Speed, point: SpeedPoint) -> str:
-    """A chip as people name it, without the maker's ornaments, and how it was used."""
-    ornaments = r"\(R\)|\(TM\)| Processor| CPU| with Radeon Graphics| \d+-Core\b"
-    name = re.sub(ornaments, "", speed.chip(point))
-    return ", ".join([f"CPU {name}" if point.device == "cpu" else name, *use_of(point)])
-
-
-def use_of(point: SpeedPoint) -> list[str]:
-    """In which precision, and how."""
-    ways = (("compiled", point.compiled), ("CUDA graph", point.cuda_graph))
-    return [name for name in (point.precision, *(way for way, taken in ways if taken)) if name]
+def family(result: Run | Speed, candidate: str = "") -> str:
+    """What a speed is of; with `candidate`, that candidate's in its place."""
+    return digest([candidate or result.label.candidate, result.label.patch, result.identity.architecture])

@@ -82,6 +82,22 @@ function timingOf(row, what, many) {
 // A value of a timing that has a time; null where it could not be taken.
 const over = (timing, value) => (timing && known(timing.median) ? value(timing) : null);
 
+// Candidates compare by what was timed side by side with softmax; what was timed alone is told as such.
+const isSoftmax = (row) => row.candidate === "softmax";
+function tellRatio(row, t) {
+  const pairs = known(t.ratio) && !isSoftmax(row) ? [["side by side", `${three(t.ratio)}× softmax's speed`]] : [];
+  const spread = known(t.low) && known(t.high) ? ` ${range([t.low / t.batch, t.high / t.batch], three)}` : "";
+  if (known(t.median)) pairs.push(["timed alone", `${three(t.median / t.batch)} ms an image${spread}`]);
+  return pairs;
+}
+function scaleSentence(timed) {
+  const others = timed.filter(([row, t]) => !isSoftmax(row) && known(t.median));
+  const rated = others.filter(([, t]) => known(t.ratio)).length;
+  if (!rated) return others.length ? "No ratio to softmax was taken here: each time was taken alone." : "";
+  const rest = rated < others.length ? " Where softmax has no time, times are as each was taken alone." : "";
+  return `A time is softmax's divided by the ratio taken side by side with it.${rest}`;
+}
+
 function choice(label, options, value, choose, id) {
   const entries = options.map(([key, text]) => {
     return el("option", { value: key, selected: String(key) === String(value) ? "" : null }, text);

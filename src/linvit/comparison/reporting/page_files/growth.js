@@ -9,14 +9,12 @@ const WAYS = {
 const QUANTITIES = {
   time: {
     title: "milliseconds an image",
-    of: (t) => (known(t.median) ? t.median / t.batch : null),
-    ends: (t) => (known(t.low) && known(t.high) ? [t.low / t.batch, t.high / t.batch] : null),
+    of: (t) => (known(t.median) ? t.time : null), // on softmax's scale
     none: "No time was measured for this choice.",
   },
   memory: {
     title: "MiB an image",
     of: (t) => (known(t.peak_bytes) ? t.peak_bytes / t.batch / 2 ** 20 : null),
-    ends: () => null,
     none: "Memory was not measured on this device.",
   },
 };
@@ -81,13 +79,13 @@ function drawQuantity(holder, name) {
   byId(`${name}-caption`).textContent = [
     `${WAYS[growth.way]} on ${D.chips[state.chip]}${patch ? `, patches of ${patch} pixels` : ""}.`,
     "Beside each name the exponent fitted to the upper half of the ladder: 1 is linear in the tokens, 2 quadratic.",
+    ...(name === "time" ? [scaleSentence(lines.flatMap(({ row, points }) => points.map(({ t }) => [row, t])))] : []),
     ...Object.entries(lost).map(sentence),
   ].join(" ");
 }
 function tellTiming(row, { x, y, t }, kind, fit) {
   const lines = [row.name, ["tokens", `${whole(x)} (${t.size} px, batch ${t.batch})`]];
-  lines.push([kind.title, `${three(y)} ${range(kind.ends(t), three)}`]);
-  if (known(t.ratio)) lines.push(["softmax's speed", `${three(t.ratio)}×`]);
+  lines.push([kind.title, three(y)], ...tellRatio(row, t));
   if (fit) lines.push(["exponent", `${exponent(fit)}, ${fit.points} points`]);
   return [...lines, ["precision", t.how]];
 }

@@ -78,7 +78,7 @@ function drawLegend() {
       onpointerenter: () => lightAll(name),
       onpointerleave: () => lightAll(""),
     };
-    return el("button", attributes, badge(name), name);
+    return el("button", attributes, badge(name), D.names[name]);
   });
   const all = { type: "button", id: "legend-all", onclick: toggleAll };
   if (names.length > 3) buttons.push(el("button", all, state.hidden.size ? "show all" : "hide all"));
@@ -138,9 +138,8 @@ function resized() {
 }
 if (D.rows.length) {
   firstPatch();
-  listeners.unshift(drawControls, drawLegend);
+  listeners.unshift(drawAnswer, drawControls, drawLegend);
   drawFilter();
-  drawPicks();
   changed();
   followLink();
   addEventListener("hashchange", followLink);

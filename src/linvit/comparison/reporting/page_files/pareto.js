@@ -1,17 +1,19 @@
 // Accuracy over what it costs.
-const perImage = (row, what) => over(timingOf(row, what, true), (t) => t.median / t.batch);
+const timeOf = (row, what, many) => over(timingOf(row, what, many), (t) => t.time); // on softmax's scale
 const mebibytes = (x) => (known(x) ? x / 2 ** 20 : null);
 const COSTS = {
   throughput: {
     name: "Time an image (throughput)",
     title: "time an image, ms",
-    of: (row) => perImage(row, "inference"),
+    of: (row) => timeOf(row, "inference", true),
+    timing: (row) => timingOf(row, "inference", true),
     timed: "throughput batch",
   },
   latency: {
     name: "Latency (one image)",
     title: "latency of one image, ms",
-    of: (row) => over(timingOf(row, "inference", false), (t) => t.median),
+    of: (row) => timeOf(row, "inference", false),
+    timing: (row) => timingOf(row, "inference", false),
     timed: "batch 1",
   },
   memory: {
@@ -25,7 +27,8 @@ const COSTS = {
   step: {
     name: "Training step, timed alone",
     title: "training step an image, ms",
-    of: (row) => perImage(row, "training"),
+    of: (row) => timeOf(row, "training", true),
+    timing: (row) => timingOf(row, "training", true),
     timed: "throughput batch",
   },
   training: {
@@ -130,6 +133,7 @@ function paretoItem(at, { row, x, y }, cost, gain) {
   at.root.append(group);
   const value = `${gain.write(y, 2)} ${range(ends, (end) => gain.write(end, 2))}`;
   const lines = [called(row), [gain.title().replace(/,.*/, ""), value], [cost.title, (cost.write || three)(x)]];
+  if (cost.timing) lines.push(...tellRatio(row, cost.timing(row)));
   if (row.delta) lines.push([`Δ ${row.delta.against}`, `${signed(row.delta.mean, 2)} ${bounds(row.delta.interval)}`]);
   lines.push(["seeds", row.seeds.join(", ")], ["trained at", `${row.size} px, ${whole(row.tokens)} tokens`]);
   return { node, group, candidate: row.candidate, tell: () => lines };
@@ -157,6 +161,7 @@ function paretoCaption(points, best, cost) {
     text.push(`Timed on ${D.chips[state.chip]} at ${state.size} px (${cost.timed});`);
     text.push("accuracy is at the resolution each was trained at.");
   }
+  if (cost.timing) text.push(scaleSentence(points.map(({ row }) => [row, cost.timing(row)])));
   if (cost.shared && points.some((p) => p.row.training.shared > 1))
     text.push("Trainings shared their device, so this axis says little.");
   if (severalPatches()) text.push(`Filled: patches of ${patches()[0]} pixels; hollow: larger ones.`);

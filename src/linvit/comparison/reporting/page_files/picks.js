@@ -1,11 +1,19 @@
-// Below the answer: what to take at each token count, for what one is ready to give up.
+// The answer about the setting shown, with names set off, and below it: what to take at each token count, for what one is ready to give up.
 const picking = { tolerance: 1, clock: "" };
 const clockOf = (ladder) => `${ladder.chip} ${ladder.many}`;
+function drawAnswer() {
+  const { answer, facts } = D.settings[state.setting];
+  const parts = answer.map((sentence) => sentence.map((part, i) => (i % 2 ? el("b", {}, part) : part)));
+  byId("lead").replaceChildren(...parts.map((said, i) => el(i ? "p" : "h1", { id: i ? null : "title" }, said)));
+  byId("facts").textContent = facts;
+  drawPicks();
+}
 function drawPicks() {
-  const holder = byId("picks"), ladders = D.picks.filter((ladder) => ladder.picks.length);
+  const holder = byId("picks");
+  const ladders = D.picks.filter((ladder) => ladder.setting === state.setting && ladder.picks.length);
   if (!ladders.length) return holder.replaceChildren();
   const clocks = [...new Map(ladders.map((ladder) => [clockOf(ladder), ladder])).entries()];
-  picking.clock ||= clocks[0][0];
+  if (!clocks.some(([key]) => key === picking.clock)) picking.clock = clocks[0][0];
   const chosen = ladders.find((ladder) => clockOf(ladder) === picking.clock && ladder.tolerance === picking.tolerance);
   const tolerances = [...new Set(ladders.map((ladder) => ladder.tolerance))].map((t) => [t, plural(t, "point")]);
   const devices = clocks.map(([key, ladder]) => {

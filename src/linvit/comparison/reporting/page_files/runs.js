@@ -22,6 +22,7 @@ function ofClasses(row) {
 function pairsOf(row) {
   const { delta, training } = row;
   const pairs = [
+    ["Candidate", row.candidate],
     ["Paper", row.paper],
     ["Top-5", known(row.top5) ? `${percent(row.top5, 2)} %` : ""],
     ...Object.entries(row.metrics).map(([name, value]) => [name.replaceAll("_", " "), `${percent(value, 2)} %`]),

@@ -18,9 +18,10 @@ const COLUMNS = [
   { id: "seeds", head: "Seeds", of: (row) => row.seeds.length, write: whole },
   { id: "parameters", head: "Params", of: (row) => row.parameters, write: (x) => short(x, true) },
   { id: "macs", head: macsHead, of: (row) => row.macs, write: (x) => short(x, true) },
-  { id: "latency", head: "Latency\nms", timing: one, value: (t) => t.median, hint: "One image, median" },
-  { id: "ips", head: "Images/s", timing: batch, value: (t) => t.images_per_second, write: whole, hint: "Throughput of a batch" },
-  { id: "ratio", head: "× softmax", timing: batch, value: (t) => t.ratio, hint: "Throughput, side by side" },
+  { id: "ratio", head: "× softmax\na batch", timing: batch, value: (t) => t.ratio, hint: "Throughput, timed side by side" },
+  { id: "ratio_one", head: "× softmax\none image", timing: one, value: (t) => t.ratio, hint: "Speed of one image, timed side by side" },
+  { id: "latency", head: "Latency, ms\nalone", timing: one, value: (t) => t.median, alone: true, hint: "One image, median, timed in its own task" },
+  { id: "ips", head: "Images/s\nalone", timing: batch, value: (t) => t.images_per_second, write: whole, alone: true, hint: "A batch, timed in its own task" },
   { id: "memory", head: "Memory\nMiB", timing: batch, value: (t) => mebibytes(t.peak_bytes), hint: "Peak, a batch" },
   { id: "exponent", head: "Exponent", of: (row) => exponentOf(row)?.exponent, write: (x) => percent(x, 2) },
   { id: "train", head: "Training\nimages/s", of: (row) => row.training.images_per_second, cell: trainCell },
@@ -38,7 +39,7 @@ function scoreHead() {
   return `${byImage() ? capital(metric()) : metric()}\n% ±`;
 }
 function scoreCell(row) {
-  return [percent(row.score, 2), row.interval ? muted(` ±${percent((row.interval[1] - row.interval[0]) / 2, 2)}`) : null];
+  return [percent(row.score, 2), row.interval ? muted(` ±${percent((row.interval[1] - row.interval[0]) / 2, 2)}`, row.seeds.length === 2 ? TWO_SEEDS : null) : null];
 }
 function trainCell(row) {
   const shared = row.training.shared > 1 ? muted(" *", "the device was shared") : null;
@@ -49,10 +50,14 @@ function driftCell(row) {
   if (!found) return "–";
   return found.finite ? even(100 * found.relative_rms) : el("span", { class: "worse" }, "not finite");
 }
+const TWO_SEEDS =
+  "± of two seeds is 12.7 standard errors (Student's t with one degree of freedom), so it is wide even where they agree." +
+  " Δ is paired seed by seed and, where that is known, image by image, so it can be clear where ± is not.";
 const even = (x) => three(x, true);
-function timedCell(timing, { value, write = even }) {
+const ASTRAY = "softmax took another time in its own task: the ratio counts";
+function timedCell(timing, { value, write = even, alone }) {
   if (!timing) return "–";
-  if (known(timing.median)) return write(value(timing));
+  if (known(timing.median)) return [write(value(timing)), alone && timing.astray ? muted(" †", ASTRAY) : null];
   const { note } = timing;
   return muted(note.includes("memory") ? "OOM" : note.startsWith("left out") ? "too slow" : "–", note);
 }
@@ -100,7 +105,7 @@ function columnsNow() {
 }
 function sortedRows() {
   const column = COLUMNS.find(({ id }) => id === sorting.id), words = query.toLowerCase().split(/\s+/).filter(Boolean);
-  const text = (row) => `${row.name} ${row.mechanism} ${row.paper} patch ${row.patch} ${row.size}px`.toLowerCase();
+  const text = (row) => `${row.name} ${row.candidate} ${row.mechanism} ${row.paper} patch ${row.patch} ${row.size}px`.toLowerCase();
   const order = (a, b) => {
     const x = column.of(a), y = column.of(b);
     if (!known(x) || !known(y)) return known(y) - known(x);
@@ -132,8 +137,15 @@ function headCell(column) {
 }
 function aboutTable(rows, columns) {
   const text = [`${plural(rows.length, "row")}.`];
-  if (columns.some(({ timing }) => timing)) text.push(`Speeds: ${D.chips[state.chip]}, ${state.size} px.`);
+  if (columns.some(({ timing }) => timing)) {
+    text.push(`Speeds: ${D.chips[state.chip]}, ${state.size} px. × softmax was timed side by side and ranks candidates;`);
+    text.push("what is called alone was timed in each one's own task.");
+  }
+  const astray = rows.filter((row) => [one(row), batch(row)].some((timing) => timing?.astray)).map(({ name }) => name);
+  if (astray.length)
+    text.push(`† alone and side by side disagree by more than their spread (${astray.join(", ")}): the ratio counts.`);
   if (rows.some((row) => row.training.shared > 1)) text.push("* the device was shared while training.");
+  if (rows.some((row) => row.seeds.length === 2)) text.push(TWO_SEEDS);
   return [...text, "Open a row for its runs."].join(" ");
 }
 function sortBy(column) {
