@@ -43,7 +43,7 @@ VERBS = {
     "train": {
         *("model", "--data", "--output", "--recipe", "--plan", "--option", "--keep", "--drop", "--teacher", "--set"),
         *("--resume", "--size", "--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
-        *("--task", "--head", "--pyramid"),
+        *("--task", "--head", "--pyramid", "--logger"),
     },
     "eval": {
         *(
