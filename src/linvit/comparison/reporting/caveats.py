@@ -122,12 +122,13 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
 
 def astray(settings: Sequence[Setting]) -> str:
     """Where the times that were taken alone contradict the ratios."""
-    found: dict[str, set[str]] = defaultdict(set)
+    found: dict[str, list[str]] = defaultdict(list)
     for row in (row for setting in settings for row in setting.rows if not row.is_teacher):
         for ladder in row.ladders:
             how = f"{ladder.chip}, {ladder.what}{'' if ladder.many else ' of one image'}"
-            found[how] |= {f"{row.name} at {size} px" for size in ladder.astray}
-    said = [f"{how}: {listing(sorted(names))}" for how, names in found.items() if names]
+            found[how] += [f"{row.name} at {size} px" for size in ladder.astray]
+    named = {how: list(dict.fromkeys(names)) for how, names in found.items() if names}
+    said = [f"{how}: {listing(names) if len(names) <= 5 else f'{len(names)} timings'}" for how, names in named.items()]
     return f"{ASTRAY} {'; '.join(said)}." if said else ""
 
 
