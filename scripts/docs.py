@@ -22,6 +22,15 @@ GUIDE = FOLDER.parent / "conversion.md"
 GRIDS = (TokenGrid(14, 14, 1), TokenGrid(28, 28, 1), TokenGrid(56, 56, 1))
 HEADS, HEAD_DIM = 6, 64
 
+NOTE = """Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys,
+wide values, key masks and rotary position, and has an implied map.
+
+Every one takes `local`, the odd width of a depthwise convolution over the grid that is added to its output, and
+`dynamic`, the width of one whose filters an MLP makes from each image's mean values, as JetViT's. Both are zero at
+first (0: none). Those with a feature map also take `centre`, which subtracts the mean of the keys from each before the
+map: softmax does not see what all keys share, so its weights lose nothing by it. Those whose features are rotated take
+`rotary="before"`, which rotates q and k instead and sees absolute positions."""
+
 
 def pages() -> dict[str, str]:
     """File name to text, the index included."""
@@ -37,11 +46,7 @@ def index(rows: list[dict[str, Any]]) -> str:
         cost = "N" if row["capabilities"]["linear"] else "N²"
         differs = ", ".join(differences(row["capabilities"]))
         lines.append(f"| [{row['name']}]({row['name']}.md) | {row['paper']} | {cost} | {differs} |")
-    lines += ["", "Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys,"]
-    lines += [
-        "wide values and key masks, and has an implied map. Every one takes `local`, the odd width of a depthwise"
-    ]
-    lines += ["convolution over the grid that is added to its output, zero at first (0: none).", ""]
+    lines += ["", NOTE, ""]
     return "\n".join(lines)
 
 

@@ -6,15 +6,27 @@ verb is meant, `linvit.cli` takes over.
 """
 
 import os
-import runpy
+import signal
 import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from typer.core import TyperGroup
+
+def leave(*_: Any) -> None:
+    """End at once and without a word: an interrupted import would be a traceback."""
+    os._exit(130)
+
+
+if "linvit" not in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, leave)  # this is the command, and nothing is under way before a verb is
+
+import runpy  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from importlib.util import find_spec  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Annotated  # noqa: E402
+
+import typer  # noqa: E402
+from typer.core import TyperGroup  # noqa: E402
 
 VERBS = {  # in the order of the help; `linvit.cli` has what they do
     "list": "What there is to choose from, and what recipes say.",
@@ -25,6 +37,7 @@ VERBS = {  # in the order of the help; `linvit.cli` has what they do
     "train": "Train, fine-tune or distil a model by a recipe.",
     "eval": "Measure what a model gets right.",
     "predict": "Tell what is on photographs.",
+    "export": "Write a model for another runtime, verified.",
     "compare": "Compare mechanisms fairly, here or on a cluster.",
     "report": "Write the report of a comparison.",
     "bench": "Measure speed and memory against softmax.",
@@ -39,6 +52,8 @@ class Verbs(TyperGroup):
         super().resolve_command(ctx, args)  # a verb that does not exist is an error here
         from linvit.cli import main
 
+        if signal.getsignal(signal.SIGINT) is leave:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         main(args)
 
 

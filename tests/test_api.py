@@ -21,16 +21,16 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 
 # Frozen: a change here is a change of the interface, made on purpose.
 PUBLIC = {
-    *("Capabilities", "Choice", "LinvitError", "Mechanism", "Plan", "Rule", "TokenGrid", "__version__"),
-    *("compare", "convert", "create_attention", "evaluate", "list_mechanisms", "list_models", "list_plans"),
+    *("Capabilities", "Choice", "LinvitError", "Mechanism", "Plan", "Rotary", "Rule", "TokenGrid"),
+    *("compare", "convert", "create_attention", "evaluate", "export", "list_mechanisms", "list_models", "list_plans"),
     *("list_recipes", "load", "load_weights", "predict", "recipe", "register", "report", "resample_patches"),
-    *("resample_windows", "save", "train"),
+    *("__version__", "resample_windows", "save", "train"),
 }
 ROOMS = {
     "attention": {
         *("Call", "Capabilities", "Constant", "ConvWidth", "Count", "Direction", "EluPlusOne", "Eps", "Feature"),
         *("Formula", "Fusion", "GridConv", "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "Number"),
-        *("Range", "ReLU", "RowSum", "Shape", "Sigmoid", "Size", "TokenConv", "TokenGrid", "Unnormalised"),
+        *("Range", "ReLU", "Rotary", "RowSum", "Shape", "Sigmoid", "Size", "TokenConv", "TokenGrid", "Unnormalised"),
         *("begin_at_zero", "check_options", "create_attention", "lift", "list_mechanisms"),
         *("mechanism_class", "options_of", "register", "regroup", "values_at_queries"),
     },
@@ -50,7 +50,8 @@ ROOMS = {
     },
     "models": {"HEADS", "Backbone", "DenseModel", "FairPyramid", "list_models", "make_backbone"},
     "measurement": {"CONVENTIONS", "Macs", "count_macs", "count_parameters", "measure_macs"},
-    "figures": {"check_picture", "plot_front", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
+    "runtimes": {"PRECISIONS", "TARGETS", "Check", "Exported", "export"},
+    "figures": {"check_picture", "plot_edge", "plot_front", "plot_masks", "plot_op", "plot_sensitivity", "plot_theory"},
     "training": {
         *("BatchSource", "Config", "Engine", "Objective", "Outcome", "Output", "Phase", "Processes", "Stage", "Task"),
         *("close_process_group", "list_recipes", "make_processes", "override", "recipe"),

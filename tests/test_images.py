@@ -280,6 +280,6 @@ def test_dense_sets_name_every_broken_file(tmp_path: Path) -> None:
     train = open_dense(folder, "detect")[0]
     settings = TransformSettings(size=32)
     for training in (True, False):
-        with pytest.raises(Unreadable, match=r"cannot read 2 images; replace it or take it out\n") as caught:
+        with pytest.raises(Unreadable, match=r"cannot read 2 images; replace it or take it out:\n") as caught:
             list(DenseSource(train, settings, 1, training=training).epoch(0))
         assert all(str(file) in str(caught.value) for file in files[:2])

@@ -8,7 +8,7 @@ this costs little more than importing timm.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from linvit.attention import Capabilities, Mechanism, TokenGrid, create_attention, list_mechanisms, register
+from linvit.attention import Capabilities, Mechanism, Rotary, TokenGrid, create_attention, list_mechanisms, register
 from linvit.conversion import (
     Choice,
     Plan,
@@ -27,6 +27,7 @@ from linvit.version import __version__
 
 if TYPE_CHECKING:
     from linvit.comparison import compare, report
+    from linvit.runtimes import export
     from linvit.tasks import evaluate, predict, train
     from linvit.training import list_recipes, recipe
 
@@ -36,6 +37,7 @@ __all__ = [
     "LinvitError",
     "Mechanism",
     "Plan",
+    "Rotary",
     "Rule",
     "TokenGrid",
     "__version__",
@@ -43,6 +45,7 @@ __all__ = [
     "convert",
     "create_attention",
     "evaluate",
+    "export",
     "list_mechanisms",
     "list_models",
     "list_plans",
@@ -61,6 +64,7 @@ __all__ = [
 
 LAZY = {
     "comparison": ("compare", "report"),
+    "runtimes": ("export",),
     "tasks": ("evaluate", "predict", "train"),
     "training": ("list_recipes", "recipe"),
 }

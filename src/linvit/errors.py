@@ -25,7 +25,7 @@ class Unreadable(LinvitError):
         if len(self.files) == 1:
             return f"cannot read image {': '.join(self.files[0])}{hint}"
         lines = (f"{name}: {reason}" for name, reason in self.files)
-        return "\n  ".join([f"cannot read {len(self.files):,} images{hint}", *lines])
+        return "\n  ".join([f"cannot read {len(self.files):,} images{hint}:", *lines])
 
     def __reduce__(self) -> Any:
         return partial(type(self), hint=self.hint), self.files
@@ -43,7 +43,12 @@ class NotHonoured(LinvitError):
         self.reason, self.features = reason, tuple(features)
 
     def __str__(self) -> str:
-        return f"{self.reason}; drop={self.features} gives {'it' if len(self.features) == 1 else 'them'} up"
+        them = "it" if len(self.features) == 1 else "them"
+        return f"{self.reason}; drop={self.features} gives {them} up{self.hint('local=5')}"
+
+    def hint(self, option: str) -> str:
+        """What takes the place of a relative bias, by the option that asks for it."""
+        return f"; {option} then begins as the filter nearest to the bias" if "relative_bias" in self.features else ""
 
 
 def reason(error: BaseException) -> str:
@@ -68,8 +73,3 @@ def unknown_model(kind: str, name: str, known: Iterable[str]) -> LinvitError:
     if os.sep in name:
         return LinvitError(f"{kind} '{name}': there is no such folder")
     return unknown(kind, name, known)
-
-
-def first_line(error: BaseException) -> str:
-    """What another library's error says, without the rest."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from linvit.errors import LinvitError, Unreadable, first_line
+from linvit.errors import LinvitError, Unreadable, reason
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm"}
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
@@ -102,7 +102,7 @@ def naming(name: str, hint: str = "") -> Iterator[None]:
     except UnidentifiedImageError:
         raise Unreadable((name, f"it is none of {', '.join(FORMATS)}"), hint=hint) from None
     except BROKEN as error:
-        raise Unreadable((name, first_line(error)), hint=hint) from None
+        raise Unreadable((name, reason(error)), hint=hint) from None
 
 
 @contextmanager

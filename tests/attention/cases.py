@@ -51,8 +51,11 @@ def cases() -> list[Case]:
         options = list(cls.examples)
         options += [{"variant": v} for v in cls.variants[1:] if {"variant": v} not in options]
         found += [Case(name, o) for o in options]
-    return found + [
-        Case(name, {"local": 3}) for name in ("softmax", "stella", "castling", "linformer", "xca", "mobile")
+    return [
+        *found,
+        *(Case(name, {"local": 3}) for name in ("softmax", "stella", "castling", "linformer", "xca", "mobile")),
+        *(Case(name, {"dynamic": 3}) for name in ("relu_linear", "castling")),
+        *(Case(name, {"centre": True}) for name in ("relu_linear", "hedgehog")),
     ]
 
 

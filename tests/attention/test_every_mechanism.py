@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.attention import Call, Mechanism, Size, TokenGrid, regroup
 from linvit.errors import LinvitError
-from tests.attention.cases import Case, call, cases, every, inputs, relative_rms, supported
+from tests.attention.cases import HEAD_DIM, HEADS, Case, call, cases, every, inputs, relative_rms, supported
 
 GRIDS = [
     TokenGrid(1, 1),
@@ -80,14 +80,15 @@ def test_permutation_equivariance_is_as_declared(case: Case) -> None:
 
 
 @every
-def test_rotary_position_is_honoured_as_declared(case: Case) -> None:
-    """Turning q and k together changes nothing where the map knows only their products: positions stay relative."""
-    grid = TokenGrid(3, 4)
+def test_products_are_all_that_is_known_of_q_and_k_as_declared(case: Case) -> None:
+    """Turning q and k together changes nothing there, so rotary position of both stays relative."""
+    grid = TokenGrid(4, 6)
     mechanism = case.build(grid, dtype=torch.float64)
     q, k, v, x = inputs(grid, dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))[0]
     turned = call(mechanism, (q @ turn, k @ turn, v, x), grid)
-    assert (relative_rms(turned, call(mechanism, (q, k, v, x), grid)) < 1e-9) == mechanism.capabilities.rotary
+    same = relative_rms(turned, call(mechanism, (q, k, v, x), grid)) < 1e-9
+    assert same == (mechanism.capabilities.rotary == "products")
 
 
 @every
@@ -106,7 +107,7 @@ def test_core_is_the_map_times_v(case: Case, key_grid: TokenGrid | None) -> None
         return
     implied = mechanism.map(q, k, grid, key_grid=key_grid)
     assert implied.shape[0] == 2 and implied.shape[2:] == (q.shape[2], k.shape[2])
-    context = Call(grid, key_grid or grid)
+    q, k, context = mechanism.enter(q, k, Call(grid, key_grid or grid))
     core = mechanism.core(q, k, v, context) - mechanism.core(q, k, torch.zeros_like(v), context)
     expected = regroup(implied @ regroup(v, implied.shape[1]), 2)
     assert relative_rms(core, expected) < 1e-9
@@ -231,6 +232,47 @@ def test_exports(case: Case) -> None:
     module, tensors = Fixed(case.build(grid), grid), inputs(grid)
     exported = torch.export.export(module, tensors).module()
     torch.testing.assert_close(exported(*tensors), module(*tensors))
+
+
+class OfPicture(nn.Module):
+    """A mechanism behind a picture of any size, as in a backbone: prefix tokens are the picture's mean."""
+
+    def __init__(self, mechanism: Mechanism, prefix: int) -> None:
+        super().__init__()
+        self.mechanism, self.prefix = mechanism, prefix
+
+    def forward(self, picture: Tensor) -> Tensor:
+        grid = TokenGrid(picture.shape[2], picture.shape[3], self.prefix)
+        x = picture.flatten(2).transpose(1, 2)
+        x = torch.cat([x.mean(1, keepdim=True)] * self.prefix + [x], dim=1)
+        q, k, v = (t.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for t in (x.roll(1, 2), x.roll(2, 2), x))
+        return self.mechanism(q, k, v, grid, x=x if self.mechanism.capabilities.input else None)
+
+
+@every
+def test_exports_with_another_batch_and_size(case: Case) -> None:
+    """What an exporter is told may vary must vary in its program: the batch always, the size where the mechanism says
+    so. `impl="reference"`, for which order of products is cheaper is a question to one size; and not at the size that
+    positions are laid out for, at which they are not resized."""
+    grid = supported(case, TokenGrid(6, 8, 1))
+    module = OfPicture(case.build(grid, impl="reference"), grid.prefix)
+    can, dims = module.mechanism.capabilities, {0: torch.export.Dim.DYNAMIC}
+    shown, other = (2, HEADS * HEAD_DIM, 6, 8), (3, HEADS * HEAD_DIM, 6, 8)
+    if can.any_tokens and can.dynamic:
+        dims |= {2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC}
+        shown, other = (2, HEADS * HEAD_DIM, 7, 9), (3, HEADS * HEAD_DIM, 10, 5)
+    exported = torch.export.export(module, (torch.randn(shown),), dynamic_shapes=(dims,)).module()
+    picture = torch.randn(other)
+    torch.testing.assert_close(exported(picture), module(picture))
+
+
+@every
+def test_traces(case: Case) -> None:
+    """`torch.jit.trace` knows no operator of ours."""
+    grid = supported(case, TokenGrid(4, 6, 1))
+    module, tensors = Fixed(case.build(grid), grid), inputs(grid)
+    traced = torch.jit.trace(module, tensors, check_trace=False)
+    torch.testing.assert_close(traced(*tensors), module(*tensors))
 
 
 @every

@@ -26,7 +26,7 @@ def qkv(*shape: int) -> torch.Tensor:
     [
         ("stela", {}, "unknown mechanism 'stela'; did you mean stella"),
         ("nothing like it", {}, "unknown mechanism 'nothing like it'; known: agent, "),
-        ("stella", {"eps": 1e-6}, "unknown option of stella 'eps'; known: local"),
+        ("stella", {"eps": 1e-6}, "unknown option of stella 'eps'; known: centre, dynamic, local, rotary"),
         ("relu_linear", {"epsilon": 1e-6}, "unknown option of relu_linear 'epsilon'; did you mean eps"),
         ("qt", {"variant": "exakt"}, "unknown variant of qt 'exakt'; did you mean exact"),
         ("qt", {"beta": 1.0}, "beta belongs to variant='compact'"),

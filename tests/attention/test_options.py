@@ -26,7 +26,7 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("relu_linear", "eps", float("nan"), "eps of relu_linear must be a number from 0 to 1, got nan"),
     ("cosformer", "variant", 3, "variant of cosformer must be one of grid, sequence or none, got 3"),
     ("cosformer", "variant", "grd", "unknown variant of cosformer 'grd'; did you mean grid?"),
-    ("stella", "variant", "x", "unknown option of stella 'variant'; known: local"),
+    ("stella", "variant", "x", "unknown option of stella 'variant'; known: centre, dynamic, local, rotary"),
     ("mobile", "gate", "sex", "unknown gate of mobile 'sex'; did you mean se?"),
     ("mobile", "competition", 1, "competition of mobile must be true or false, got 1"),
     ("stella", "local", True, "local of stella must be an odd number from 1 to 255 or 0, got True"),

@@ -14,7 +14,7 @@ from linvit.attention.mechanism import log_reference
 CLASSES = {
     *("Call", "Capabilities", "Mechanism", "Shape", "Size", "TokenGrid", "LinearAttention", "Fusion", "Formula"),
     *("Feature", "Direction", "EluPlusOne", "ReLU", "Sigmoid", "Normaliser", "Constant", "RowSum", "Unnormalised"),
-    *("GridConv", "NormShortcut", "TokenConv", "Range"),
+    *("GridConv", "NormShortcut", "Rotary", "TokenConv", "Range"),
 }
 TYPES = {"ConvWidth", "Count", "Eps", "Number"}  # of options
 FUNCTIONS = {

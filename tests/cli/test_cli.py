@@ -60,6 +60,10 @@ VERBS = {
         ),
         *("--pretrained", "--model-arg", "--root", "--loader", "--workers", "--device", "--json"),
     },
+    "export": {
+        *("model", "--to", "--output", "--size", "--dynamic", "--precision", "--data", "--calibrate", "--photographs"),
+        *("--pretrained", "--model-arg", "--root", "--json"),
+    },
     "predict": {"model", "images", "--output", "--threshold", "--size", "--device", "--json"},
     "compare": {
         *("what", "--output", "--mode", "--model", "--model-arg", "--backbone", "--plan", "--data", "--root"),
@@ -76,6 +80,10 @@ VERBS = {
         *("name", "--plan", "--option", "--keep", "--drop", "--model-arg", "--size", "--batch", "--passes", "--modes"),
         *("--dtype", "--device"),
         *("--budget", "--output", "--resume", "--from", "--json"),
+    },
+    "bench edge": {
+        *("name", "--plan", "--option", "--keep", "--drop", "--model-arg", "--size", "--threads", "--runtime"),
+        *("--budget", "--output", "--resume", "--from", "--plot", "--json"),
     },
     "bench training": {
         *("model", "--data", "--plan", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader"),
@@ -114,7 +122,9 @@ def test_one_word_for_one_thing(verb: str) -> None:
     """A plan is --plan and an image size --size on every verb, with no second name for either."""
     (command,) = (found for name, found in commands() if name == verb)
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    assert not options & {"--to", "--candidates", "--plans", "--input-size", "--resolution", "--resolutions", "--sizes"}
+    runtime = {"--to"} if verb == "export" else set()  # there it names where the file goes
+    second = {"--to", "--candidates", "--plans", "--input-size", "--resolution", "--resolutions", "--sizes"}
+    assert not options & (second - runtime)
     if {"--option", "--keep", "--drop"} & options and "--mechanism" not in options and verb != "plan":
         assert {"--plan", "--option", "--keep", "--drop"} <= options
 

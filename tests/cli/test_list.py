@@ -47,7 +47,7 @@ def test_capabilities_in_json(linvit: Callable[..., Outcome]) -> None:
         "name": "stella",
         "paper": "MixA",
         "variants": [],
-        "options": {"local": 0},
+        "options": {"rotary": "after", "centre": False, "local": 0, "dynamic": 0},
         "capabilities": rows["stella"]["capabilities"],
     }
     assert rows["stella"]["capabilities"]["linear"] is True

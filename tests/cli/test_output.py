@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -129,3 +131,27 @@ def test_a_full_disk_behind_stdout(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     stream = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     assert list_to(monkeypatch, stream) == 2
     assert capsys.readouterr().err == "error: cannot write: No space left on device\n"
+
+
+SLOW = """
+import sys, time
+class Slow:  # an import that takes its time, told to whoever waits for it
+    def find_spec(self, name, *_):
+        if name in ("typer", "torch") and sys.argv[1] == name:
+            print(name, flush=True)
+            time.sleep(30)
+sys.meta_path.insert(0, Slow())
+import linvit_command
+linvit_command.main(["list"])
+"""
+
+
+@pytest.mark.parametrize("name", ["typer", "torch"])
+def test_ctrl_c_while_things_are_imported(name: str) -> None:
+    """Without a traceback, and with the shell's code for it."""
+    command = [sys.executable, "-c", SLOW, name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == f"{name}\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == output.INTERRUPTED and not err

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -160,7 +162,26 @@ def test_stopped_by_hand(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Stepper, "take", stopped)
     found = linvit("train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path / "run"))
-    assert found.code == 130 and f"the same command with --resume goes on with {tmp_path / 'run'}" in found.err
+    assert found.code == 130 and "stopped before the first checkpoint: the same command begins" in found.err
+    assert "--resume" not in found.err
+
+
+def test_terminated(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is finished, a checkpoint written, and the last line says where the run goes on, which is so."""
+    take = Stepper.take
+
+    def terminated(self: Stepper, step: int, *args: Any) -> None:
+        if step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        take(self, step, *args)
+
+    args = ["train", *MODEL, "--data=digits", *DEIT, "-o", str(tmp_path / "run")]
+    monkeypatch.setattr(Stepper, "take", terminated)
+    found = linvit(*args)
+    assert found.code == 128 + signal.SIGTERM, found.err
+    assert found.err.splitlines()[-1].startswith("stopped: the same command with --resume goes on after step 5 (")
+    monkeypatch.setattr(Stepper, "take", take)
+    assert "resumed after step 5 of 11" in linvit(*args, "--resume").err
 
 
 def test_hub_out_of_reach(linvit: Linvit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.kernels.conftest import ON_GPU
 GRID = TokenGrid(4, 6)
 CASES = [case for case in cases() if isinstance(case.build(GRID), LinearAttention)]
 every = pytest.mark.parametrize("case", CASES, ids=str)
-WITHOUT = {"hydra"}  # mechanisms whose core is more than the kernel's formula
+WITHOUT = {"hydra", "mhla", "pola"}  # mechanisms whose core is more than the kernel's formula
 
 
 def run(case: Case, impl: str, tensors: tuple[Tensor, ...], mask: Tensor | None) -> list[Tensor]:

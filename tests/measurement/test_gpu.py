@@ -18,7 +18,7 @@ def test_a_replayed_model_is_timed_in_both_passes() -> None:
     rows = list(
         model_speed.sweep(
             "test_vit",
-            lambda model: linvit.convert(model, "stella"),
+            lambda model, size: linvit.convert(model, "stella", size=size),
             sizes=[(64, 64)],
             batches=[8],
             dtype="bf16",

@@ -110,3 +110,17 @@ def test_size_and_notes(original: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="there is nothing to resume"), warnings.catch_warnings():
         warnings.simplefilter("default")
         train(model, "digits", "finetune", settings=settings, output=tmp_path / "other", resume=True, **HERE)
+
+
+def test_a_resumed_run_converts_the_layers_that_auto_chose_first(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured anew, other layers might pay, and the checkpoint would not fit."""
+    chosen = iter([as_plan("stella", keep=[1]), as_plan("stella", keep=[0])])
+    monkeypatch.setattr("linvit.tasks.public.resolve", lambda *args, **options: (next(chosen), None))
+    options: dict[str, Any] = {"plan": "auto", "settings": QUICK, "output": tmp_path / "run", **HERE}
+    first = train(linvit.load(original), "digits", "finetune", **options)
+    again = train(linvit.load(original), "digits", "finetune", resume=True, **options)
+    for found in (first, again):
+        assert found.report is not None and [layer.after for layer in found.report.layers] == ["stella", "softmax"]
+    assert same(weights(first.model), weights(again.model))

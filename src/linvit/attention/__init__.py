@@ -23,24 +23,33 @@ from linvit.attention.linear import (
     Unnormalised,
     regroup,
 )
-from linvit.attention.local import GridConv, NormShortcut, TokenConv, WithLocal, begin_at_zero, values_at_queries
+from linvit.attention.local import (
+    GridConv,
+    NormShortcut,
+    TokenConv,
+    WithDynamic,
+    WithLocal,
+    begin_at_zero,
+    values_at_queries,
+)
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift
 from linvit.attention.options import ConvWidth, Count, Eps, Number, Range
 from linvit.attention.plugins import VARIABLE, import_plugins
+from linvit.attention.rotary import Rotary
 from linvit.codec import check_keywords, keywords
 from linvit.errors import LinvitError, unknown
 
 __all__ = [
     "Call", "Capabilities", "Constant", "ConvWidth", "Count", "Direction", "EluPlusOne", "Eps", "Feature", "Formula",
     "Fusion", "GridConv", "LinearAttention", "Mechanism", "NormShortcut", "Normaliser", "Number", "Range", "ReLU",
-    "RowSum", "Shape", "Sigmoid", "Size", "TokenConv", "TokenGrid", "Unnormalised", "begin_at_zero", "check_options",
-    "create_attention", "lift", "list_mechanisms", "mechanism_class", "options_of", "register", "regroup",
-    "values_at_queries",
+    "Rotary", "RowSum", "Shape", "Sigmoid", "Size", "TokenConv", "TokenGrid", "Unnormalised", "begin_at_zero",
+    "check_options", "create_attention", "lift", "list_mechanisms", "mechanism_class", "options_of", "register",
+    "regroup", "values_at_queries",
 ]  # fmt: skip
 
 _MECHANISMS: dict[str, type[Mechanism]] = {}
 _complete = False  # whether other packages were asked for theirs
-LOCAL = "local"  # the option that every mechanism takes
+BRANCHES: dict[str, type[WithLocal]] = {"local": WithLocal, "dynamic": WithDynamic}  # options of every mechanism
 IMPLEMENTATIONS = ("auto", "triton", "reference")
 
 
@@ -98,7 +107,8 @@ def declared(cls: type[Mechanism]) -> dict[str, tuple[Any, Any]]:
     variant = found.pop("variant", None)
     if variant is not None and cls.variants:
         found["variant"] = (Literal[cls.variants] | None, variant[1])
-    return {**found, LOCAL: (ConvWidth | Literal[0], 0)}
+    family = {option: kind for option, kind in keywords(cls.share).items() if option in cls.shared}
+    return {**found, **family, **dict.fromkeys(BRANCHES, (ConvWidth | Literal[0], 0))}
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,15 +123,19 @@ def create_attention(
     dim: int | None = None, grid: TokenGrid | None = None, impl: str = "auto", **options: Any,
 ) -> Mechanism:  # fmt: skip
     """Build a mechanism by name. Those with parameters of their own need the shape they are built for. Beside its own
-    options, every mechanism takes `local`, the width of a convolution of the values that is added to its output."""
+    options, every mechanism takes `local`, the width of a convolution of the values that is added to its output, and
+    `dynamic`, the width of one whose filters are made from each image."""
     cls = mechanism_class(name)
     if impl not in IMPLEMENTATIONS:
         raise unknown("implementation", impl, IMPLEMENTATIONS)
     own = check_options(name, options)
-    local = own.pop(LOCAL, 0)
+    shared = {option: own.pop(option) for option in list(own) if option in cls.shared}
+    branches = [(branch, own.pop(option, 0)) for option, branch in BRANCHES.items()]
     mechanism = cls(Shape(heads, head_dim, value_dim, dim, grid), **own)
-    if local:
-        mechanism = WithLocal(mechanism, local)
+    mechanism.share(**shared)
+    for branch, width in branches:
+        if width:
+            mechanism = branch(mechanism, width)
     mechanism.impl, mechanism.options = impl, options
     return mechanism
 

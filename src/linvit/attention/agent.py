@@ -29,7 +29,7 @@ Side = Annotated[int, Range(1, 64)]
 
 @register("agent", paper="Agent Attention")
 class Agent(Mechanism):
-    capabilities = Capabilities(grid=True, equivariant=False, rotary=True)
+    capabilities = Capabilities(grid=True, equivariant=False, rotary="products", dynamic=False)
     needs = ("heads", "head_dim", "grid")
     builds_on_grid = True
     examples = ({"agents": 2}, {"agents": (2, 3)})

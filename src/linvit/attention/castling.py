@@ -37,6 +37,8 @@ class Castling(LinearAttention):
     tensors, so that compiled code neither breaks nor recompiles, and neither is saved.
     """
 
+    capabilities = Capabilities(rotary="products")
+    shared = {"centre": False}
     normaliser = Constant(lambda keys, head_dim: 1 / math.pi)
     examples = ({}, {"kernel_size": None}, {"sparse": True})
     kept: Tensor
@@ -56,7 +58,7 @@ class Castling(LinearAttention):
         if sparse:
             self.register_buffer("sparse_scale", torch.ones(()), persistent=False)
             self.register_buffer("kept", torch.zeros(()), persistent=False)
-        self.capabilities = replace(self.capabilities, equivariant=self.conv is None, rotary=True)
+        self.capabilities = replace(self.capabilities, equivariant=self.conv is None)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return 0.5 * values_at_queries(call.keep(v), call) + super().core(q, k, v, call)
@@ -111,7 +113,7 @@ class Angular(Mechanism):
     The cosine stays 1e-7 inside ±1, where the gradient of the angle is infinite.
     """
 
-    capabilities = Capabilities(linear=False, rotary=True)
+    capabilities = Capabilities(linear=False, rotary="products")
     variants = ("row_sum", "output_norm")
 
     def __init__(self, shape: Shape, *, variant: str | None = None, eps: Eps = 1e-6) -> None:

@@ -28,7 +28,7 @@ Power = Annotated[int, Range(1, 32)]
 
 @register("focused", paper="FLatten Transformer")
 class Focused(LinearAttention):
-    capabilities = Capabilities(grid=True, equivariant=False)
+    capabilities = Capabilities(grid=True, equivariant=False, rotary="features")
     needs = ("heads", "head_dim", "grid")
     builds_on_grid = True
 

@@ -19,6 +19,7 @@ from linvit.attention.options import Eps
 @register("hydra", paper="Hydra Attention")
 class Hydra(LinearAttention):
     capabilities = Capabilities(normalised=False, wide_values=False)
+    shared = {"centre": False}
     normaliser = Unnormalised()
 
     def __init__(self, shape: Shape, *, eps: Eps = 1e-6) -> None:

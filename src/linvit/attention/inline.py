@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Constant, LinearAttention, Shape, Size, register, values_at_queries
-from linvit.attention.local import run
+from linvit.attention.local import filter_each, run
 from linvit.errors import LinvitError
 
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -45,7 +45,7 @@ class InLine(LinearAttention):
         if channels % heads:
             raise LinvitError(f"inline groups the block's {channels} channels by {heads} heads, which do not divide")
         self.phi = KERNELS[kernel]
-        self.capabilities = replace(self.capabilities, rotary=kernel == "identity")
+        self.capabilities = replace(self.capabilities, rotary="products" if kernel == "identity" else "features")
         self.residual = nn.Sequential(
             nn.Conv2d(channels, channels, 1, groups=heads),
             nn.GELU(),
@@ -62,15 +62,10 @@ class InLine(LinearAttention):
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         assert call.x is not None
-        grid, (batch, heads, _, width) = call.grid, v.shape
-        if not batch:  # a convolution of no groups is an error
-            return out
-        _, patches = grid.split(values_at_queries(call.keep(v), call))
-        kernel = run(self.residual, call.mean(call.x.to(out.dtype))[:, :, None, None])
-        picture = grid.to_map(patches).reshape(1, batch * heads * width, grid.height, grid.width)
-        local = F.conv2d(picture, kernel.reshape(-1, 1, 3, 3), padding=1, groups=picture.shape[1])
-        local = grid.from_map(local.reshape(batch, heads * width, grid.height, grid.width), heads)
-        return out + F.pad(local, (0, 0, grid.prefix, 0))
+        kernels = (
+            run(self.residual, call.mean(call.x.to(out.dtype))[:, :, None, None]).flatten(1).unflatten(1, (-1, 3, 3))
+        )
+        return out + filter_each(values_at_queries(call.keep(v), call), kernels, call.grid)
 
     def macs(self, size: Size) -> int:
         inputs, outputs = self.shape.channels, size.heads * size.value_dim

@@ -3,18 +3,21 @@
 A subclass names its feature map and its normaliser; `LinearAttention` derives the reference, the implied map, the MAC
 count and the use of the fused kernel from them. A feature map that the kernel has runs inside it; any other runs in
 PyTorch and its features go through the kernel as they are.
+
+Rotary position turns the features, in the numerator only: see `Rotary`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import Call, Mechanism, Shape, Size, TokenGrid, lift
+from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift
 from linvit.attention.precision import lower
+from linvit.attention.rotary import Rotary
 from linvit.kernels import linear as kernel
 from linvit.kernels.fused import plain, signature_of, unserved
 from linvit.kernels.linear import Formula
@@ -145,6 +148,7 @@ class Fusion:
     constant: Tensor | None = None  # added to every product of a query and a key
 
 
+TURNED = "it has no rotary position on features"  # why the kernel cannot
 MOST_KNOWN = 256  # signatures that a mechanism keeps; a service may see any number of them
 UNKNOWN: tuple[str, TokenGrid | None, Any] = ("", None, None)
 
@@ -152,9 +156,12 @@ UNKNOWN: tuple[str, TokenGrid | None, Any] = ("", None, None)
 class LinearAttention(Mechanism):
     """Linear attention by a feature map and a normaliser; override `features` for maps with parameters."""
 
+    capabilities = Capabilities(rotary="features")
     feature: Feature = Feature()
     normaliser: Normaliser
     triton = True
+    shared = {"rotary": "after", "centre": False}
+    centre = False
 
     def __init__(self, shape: Shape, *, variant: str | None = None) -> None:
         super().__init__(shape, variant=variant)
@@ -162,25 +169,37 @@ class LinearAttention(Mechanism):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, *, key_grid: TokenGrid | None = None,
-        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None,
+        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None, rotary: Rotary | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend; by the short way where a call like this one was checked and is nothing but the kernel's formula.
 
         The checks take the host longer than the launch, and at small sizes the host is what one waits for.
         """
-        if key_grid is None and mask is None and bias is None and self.known and plain(q):
+        if key_grid is None and mask is None and bias is None and rotary is None and self.known and plain(q):
             signature = signature_of(q, k, v)
             impl, known, formula = self.known.get(signature, UNKNOWN)
             if impl == self.impl and (grid is known or grid is None or grid == known):
                 return lower(kernel.op(q, k, v, None, None, formula, signature), v.dtype)
-        return super().forward(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x)
+        return super().forward(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x, rotary=rotary)
+
+    def share(self, *, rotary: Literal["after", "before"] = "after", centre: bool = False, **options: Any) -> None:
+        """`rotary` says whether rotary position turns features, or q and k before the feature map; `centre` takes from
+        each key the mean of all keys, which softmax would not see and a feature map does."""
+        if rotary == "before" and self.capabilities.rotary != "products":
+            self.capabilities = replace(self.capabilities, rotary="before")
+        self.centre = centre
+
+    def enter(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
+        if self.centre:
+            k = call.keep(lift(k) - call.keep(lift(k)).sum(-2, keepdim=True) / call.keys).to(k.dtype)
+        return super().enter(q, k, call)
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> None:
         """Let calls like this one take the short way, if the kernel takes q and k as they are and does all there is to
         do, by a formula that shapes and options alone decide."""
         steps, bare = (type(self).finish, type(self).finish_fused), (Mechanism.finish, LinearAttention.finish_fused)
         can = self.capabilities
-        if steps != bare or can.grid or can.input or call.mask is not None or not plain(q):
+        if steps != bare or can.grid or can.input or self.centre or call.mask is not None or not plain(q):
             return
         if fusion.q is q and fusion.k is k and fusion.constant is None and call.grid == call.key_grid:
             if len(self.known) >= MOST_KNOWN:
@@ -202,13 +221,15 @@ class LinearAttention(Mechanism):
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         phi_q, phi_k = self.features(q, k, call)
         phi_k = call.keep(phi_k)
-        out = phi_q @ (phi_k.transpose(-2, -1) @ v)
-        return out * self.normaliser(phi_q, phi_k, q.shape[-1], call)
+        factor = self.normaliser(phi_q, phi_k, q.shape[-1], call)
+        phi_q, phi_k = call.turn(phi_q), call.turn(phi_k)
+        return phi_q @ (phi_k.transpose(-2, -1) @ v) * factor
 
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         phi_q, phi_k = self.features(q, k, call)
         phi_k = call.keep(phi_k)
-        return phi_q @ phi_k.transpose(-2, -1) * self.normaliser(phi_q, phi_k, q.shape[-1], call)
+        factor = self.normaliser(phi_q, phi_k, q.shape[-1], call)
+        return call.turn(phi_q) @ call.turn(phi_k).transpose(-2, -1) * factor
 
     def macs(self, size: Size) -> int:
         width = self.width(size.head_dim)
@@ -233,7 +254,7 @@ class LinearAttention(Mechanism):
         return self.finish(out, q, k, v, call)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
-        fusion = unserved(q, k, v) or self.fusion(q, k, call)
+        fusion = unserved(q, k, v) or (TURNED if call.rotary is not None else self.fusion(q, k, call))
         out = fusion if isinstance(fusion, str) else self.by_kernel(q, k, v, call, fusion)
         mapped = self.by_map(q, k, v, call) if isinstance(out, str) and self.impl != "triton" else None
         return out if mapped is None else mapped

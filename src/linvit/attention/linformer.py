@@ -24,7 +24,7 @@ from linvit.attention.options import Count
 
 @register("linformer", paper="Linformer; Fair Comparison (LA)")
 class Linformer(Mechanism):
-    capabilities = Capabilities(any_tokens=False, equivariant=False, rotary=True)
+    capabilities = Capabilities(any_tokens=False, equivariant=False, rotary="products")
     variants = ("original", "fair")
     needs = ("grid",)
     builds_on_grid = True
@@ -39,7 +39,8 @@ class Linformer(Mechanism):
         self.rank = min(rank or (256 if original else max(1, tokens // 8)), tokens)
         self.for_keys = TokenProjection(tokens, self.rank) if original else nn.Linear(tokens, self.rank)
         self.for_values = TokenProjection(tokens, self.rank) if original and not share_kv else None
-        self.capabilities = replace(self.capabilities, linear=original, normalised=not original)
+        rotary = "products" if original else ""  # a bias on the keys does not turn with them
+        self.capabilities = replace(self.capabilities, linear=original, normalised=not original, rotary=rotary)
 
     def attention(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         """`(batch, heads, queries, rank)`, rows summing to one."""

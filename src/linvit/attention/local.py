@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention.mechanism import Call, Mechanism, Size, TokenGrid
+from linvit.attention.mechanism import Call, Mechanism, Shape, Size, TokenGrid
 from linvit.errors import LinvitError
 
 
@@ -96,6 +96,68 @@ class GridConv(nn.Module):
         return size.batch * size.heads * size.grid.patches * size.value_dim * self.kernel_size**2
 
 
+def filter_each(v: Tensor, kernels: Tensor, grid: TokenGrid) -> Tensor:
+    """Values on the grid convolved with filters of each image's own, `(batch, heads · channels, size, size)`."""
+    batch, heads, _, width = v.shape
+    if not batch:  # a convolution of no groups is an error
+        return v.new_zeros(0, heads, grid.tokens, width)
+    _, patches = grid.split(v)
+    picture = grid.to_map(patches).reshape(1, batch * heads * width, grid.height, grid.width)
+    kernels = kernels.reshape(picture.shape[1], 1, *kernels.shape[-2:])
+    local = F.conv2d(picture, kernels, padding=kernels.shape[-1] // 2, groups=picture.shape[1])
+    local = grid.from_map(local.reshape(batch, heads * width, grid.height, grid.width), heads)
+    return F.pad(local, (0, 0, grid.prefix, 0))
+
+
+class DynamicConv(nn.Module):
+    """A depthwise convolution over the patch grid by filters that a small MLP makes of an image's mean values."""
+
+    def __init__(self, channels: int, kernel_size: int) -> None:
+        super().__init__()
+        self.channels, self.kernel_size, self.hidden = channels, kernel_size, max(1, channels // 8)
+        self.filters = nn.Sequential(
+            nn.Linear(channels, self.hidden), nn.SiLU(), nn.Linear(self.hidden, channels * kernel_size**2)
+        )
+        for parameter in self.filters[2].parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, v: Tensor, call: Call) -> Tensor:
+        kept = call.keep(v)
+        mean = (kept.sum(-2, keepdim=True) / call.keys).flatten(1)
+        kernels = run(self.filters, mean).unflatten(1, (self.channels, self.kernel_size, self.kernel_size))
+        return filter_each(values_at_queries(kept, call), kernels, call.grid)
+
+    def macs(self, size: Size) -> int:
+        mlp = self.channels * self.hidden * (1 + self.kernel_size**2)
+        return size.batch * (mlp + self.channels * size.grid.patches * self.kernel_size**2)
+
+
+SILU_ONE = 1.2784645427610738  # where SiLU is one
+
+
+class Gate(nn.Module):
+    """The output times a linear map of the block's input, or the SiLU of it."""
+
+    def __init__(self, shape: Shape, activation: str = "") -> None:
+        super().__init__()
+        self.activation = activation
+        self.linear = nn.Linear(shape.channels, (shape.heads or 1) * shape.values)
+
+    def forward(self, out: Tensor, call: Call) -> Tensor:
+        assert call.x is not None
+        gate = run(self.linear, call.x.to(out.dtype))
+        gate = F.silu(gate) if self.activation == "silu" else gate
+        return out * gate.unflatten(2, (out.shape[1], out.shape[3])).transpose(1, 2)
+
+    def open(self) -> None:
+        """Let it pass everything as it is."""
+        nn.init.zeros_(self.linear.weight)
+        nn.init.constant_(self.linear.bias, SILU_ONE if self.activation == "silu" else 1.0)
+
+    def macs(self, size: Size) -> int:
+        return size.batch * size.queries * self.linear.in_features * self.linear.out_features
+
+
 class NormShortcut(nn.Module):
     """QT-ViT's non-linear shortcut GELU(BatchNorm(v)), the norm shared by the heads."""
 
@@ -108,9 +170,11 @@ class NormShortcut(nn.Module):
 
 
 def begin_at_zero(mechanism: nn.Module) -> None:
-    """Let the local branches of a mechanism add nothing at first. A pretrained model has no use for random ones; they
-    learn from the first step on all the same."""
+    """Let the local branches of a mechanism add nothing at first, and its gate take nothing. A pretrained model has no
+    use for random ones; they learn from the first step on all the same."""
     for module in mechanism.modules():
+        if isinstance(module, Gate):
+            module.open()
         if isinstance(module, GridConv | TokenConv | NormShortcut):
             for parameter in module.parameters():
                 nn.init.zeros_(parameter)
@@ -131,8 +195,15 @@ class WithLocal(Mechanism):
         self.built_for |= inner.built_for
         self.variant, self.triton, self.inner = inner.variant, inner.triton, inner
         self.capabilities = replace(inner.capabilities, grid=True, equivariant=False)
-        self.conv = GridConv((inner.shape.heads or 1) * inner.shape.values, kernel_size, bias=False)
-        nn.init.zeros_(self.conv.conv.weight)
+        self.conv = self.branch((inner.shape.heads or 1) * inner.shape.values, kernel_size)
+
+    def branch(self, channels: int, kernel_size: int) -> Any:
+        conv = GridConv(channels, kernel_size, bias=False)
+        nn.init.zeros_(conv.conv.weight)
+        return conv
+
+    def enter(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
+        return self.inner.enter(q, k, call)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -161,8 +232,26 @@ class WithLocal(Mechanism):
     def after_projection(self, out: Tensor, q: Tensor) -> Tensor:
         return self.inner.after_projection(out, q)
 
+    @property
+    def adds_behind(self) -> bool:
+        return self.inner.adds_behind
+
     def between(self, x: Tensor, grid: TokenGrid) -> Tensor:
         return self.inner.between(x, grid)
 
     def between_macs(self, size: Size) -> int:
         return self.inner.between_macs(size)
+
+
+class WithDynamic(WithLocal):
+    """Any mechanism with a local branch whose filters depend on the image, `create_attention(name, dynamic=3)`.
+
+    As JetViT's (CVPR 2026), which says what makes the filters and not how large it is: an MLP of the mean values, with
+    an eighth of their channels inside (inferred). Zero at first.
+    """
+
+    def branch(self, channels: int, kernel_size: int) -> Any:
+        return DynamicConv(channels, kernel_size)
+
+    def near(self, v: Tensor, call: Call) -> Tensor:
+        return self.conv(v, call)

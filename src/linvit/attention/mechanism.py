@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from linvit.attention.precision import lift, lower, outside_autocast
+from linvit.attention.rotary import Rotary
 from linvit.attention.shapes import Shape, Size, TokenGrid
 from linvit.errors import LinvitError, unknown
+
+ROTARY = {
+    "products": "turns q and k, and knows them by their products and norms: position stays relative",
+    "features": "turns their features, not their normaliser: position stays relative",
+    "before": "turns q and k before a feature map, which sees positions, but not as relative ones",
+}
 
 
 @dataclass(frozen=True)
@@ -30,13 +37,18 @@ class Capabilities:
     key_mask: bool = True  # a boolean key mask drops padded tokens
     prefix: bool = True  # class and register tokens may come first
     bias: bool = False  # an additive bias on the logits (relative position, shift mask)
-    rotary: bool = False  # depends on q and k by their products and norms, so rotary position stays relative
+    rotary: str = ""  # one of ROTARY: how rotary position is taken; without, it is refused
     grid: bool = False  # needs to know the token grid
     input: bool = False  # needs the block's input `x` beside q, k and v
     map: bool = True  # has an implied N×N map
     equivariant: bool = True  # permuting the tokens permutes the output
     value: bool = True  # reads v at all
     between: bool = False  # adds a block-level step between attention and MLP
+    dynamic: bool = True  # an exported program of it serves other sizes than the one it was traced at
+
+    def __post_init__(self) -> None:
+        if self.rotary and self.rotary not in ROTARY:
+            raise unknown("way of rotary position", str(self.rotary), ROTARY)
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class Call:
     mask: Tensor | None = None  # (batch, keys), true for the keys that take part
     bias: Tensor | None = None  # see `Mechanism.forward`
     x: Tensor | None = None
+    rotary: Rotary | None = None
 
     def keep(self, per_key: Tensor, fill: float = 0.0) -> Tensor:
         """`per_key`, `(batch, heads, keys, …)`, with the masked keys filled."""
@@ -55,6 +68,10 @@ class Call:
             return per_key
         mask = self.mask[:, None, :, None]
         return torch.where(mask, per_key, torch.full((), fill, dtype=per_key.dtype, device=per_key.device))
+
+    def turn(self, phi: Tensor) -> Tensor:
+        """Features with their rotary position, if there is any."""
+        return phi if self.rotary is None else self.rotary.features(phi)
 
     def with_some_key(self) -> "tuple[Call, Tensor | None]":
         """The call with all keys where a mask leaves an image none, and which images these are, `(batch, 1, 1, 1)`:
@@ -73,6 +90,12 @@ class Call:
     def query_mask(self) -> Tensor | None:
         """The mask as the queries' too, for sums over queries: on one grid a padded key is a padded query."""
         return self.mask if self.grid == self.key_grid else None
+
+    def mean_query(self, per_query: Tensor) -> Tensor:
+        """The mean of `(batch, heads, queries, …)` over the queries that are not padding, their axis kept."""
+        if self.query_mask is None:
+            return per_query.mean(-2, keepdim=True)
+        return self.keep(per_query).sum(-2, keepdim=True) / self.keys
 
     def mean(self, per_query: Tensor) -> Tensor:
         """The mean of `(batch, queries, channels)` over the queries that are not padding."""
@@ -94,6 +117,7 @@ class Mechanism(nn.Module):
     needs: ClassVar[tuple[str, ...]] = ()  # fields of Shape that must be given
     builds_on_grid: ClassVar[bool] = False  # has parameters laid out for the grid it is built for
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # option sets the registry-wide tests run over
+    shared: ClassVar[dict[str, Any]] = {}  # options of a whole family, with their defaults, for `share`
     capabilities: Capabilities = Capabilities()
     triton: bool = False  # `fused` may run a Triton kernel, and is then tried for impl="triton" too
 
@@ -114,6 +138,15 @@ class Mechanism(nn.Module):
         if missing:
             raise LinvitError(f"{self.name} has parameters: give {', '.join(f'{m}=' for m in missing)}")
         self.built_for.update(needed)
+
+    def share(self, **options: Any) -> None:
+        """Take the options of the family, after building."""
+
+    def enter(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
+        """What happens to q and k before anything else: rotary position turns them, unless it is to turn features."""
+        if call.rotary is None or self.capabilities.rotary == "features":
+            return q, k, call
+        return call.rotary(q), call.rotary(k), replace(call, rotary=None)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The plain PyTorch reference of the part that is linear in v, in float32 or float64."""
@@ -139,6 +172,11 @@ class Mechanism(nn.Module):
         """Hosts call this on the projected output `(batch, tokens, channels)`."""
         return out
 
+    @property
+    def adds_behind(self) -> bool:
+        """Whether `after_projection` does anything."""
+        return type(self).after_projection is not Mechanism.after_projection
+
     def between(self, x: Tensor, grid: TokenGrid) -> Tensor:
         """Blocks call this on the residual stream between attention and MLP when `capabilities.between`."""
         return x
@@ -149,15 +187,15 @@ class Mechanism(nn.Module):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, *, key_grid: TokenGrid | None = None,
-        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None,
+        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None, rotary: Rotary | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend: q, k, v are `(batch, heads, tokens, head_dim)` in any strides, the output like v at q's tokens.
 
         `mask`, boolean `(batch, keys)`, is true for the keys that take part. `bias` is added to the logits: what
         `(batch, heads, queries, keys)` can be made of by repeating, be it a few images that come again and again, as
-        windows of shifted images do.
+        windows of shifted images do. `rotary` turns q and k, or their features.
         """
-        call = self._check(q, k, v, grid, key_grid, mask, bias, x)
+        call = self._check(q, k, v, grid, key_grid, mask, bias, x, rotary)
         k, v = call.keep(k), call.keep(v)  # a weight of zero times NaN is NaN
         call, nothing = call.with_some_key()
         with outside_autocast(q.device):
@@ -165,6 +203,7 @@ class Mechanism(nn.Module):
         return out if nothing is None else out.masked_fill(nothing, 0.0)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        q, k, call = self.enter(q, k, call)
         if self.impl != "reference":
             out = self.fused(q, k, v, call) if self.triton or self.impl == "auto" else NO_KERNEL
             if not isinstance(out, str):
@@ -185,24 +224,26 @@ class Mechanism(nn.Module):
         """
         call = self._check(q, k, v, grid, **given)
         with outside_autocast(q.device):
+            q, k, call = self.enter(q, k, call)
             out = self.fused(q, k, v, call)
         return out if isinstance(out, str) else None
 
     def map(self, q: Tensor, k: Tensor, grid: TokenGrid | None = None, **given: Any) -> Tensor:
         """The implied map of the linear core, before any output norm and local branch: for pictures and tests.
 
-        It takes `key_grid`, `mask` and `bias` as a call does.
+        It takes `key_grid`, `mask`, `bias` and `rotary` as a call does.
         """
         call = self._check(q, k, None, grid, **given)
         k = call.keep(k)
         call, nothing = call.with_some_key()
         with outside_autocast(q.device):
+            q, k, call = self.enter(q, k, call)
             found = self.implied_map(lift(q), lift(k), call)
         return found if nothing is None else found.masked_fill(nothing, 0.0)
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor | None, grid: TokenGrid | None, key_grid: TokenGrid | None = None,
-        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None,
+        mask: Tensor | None = None, bias: Tensor | None = None, x: Tensor | None = None, rotary: Rotary | None = None,
     ) -> Call:  # fmt: skip
         can = self.capabilities
         for_map, v = v is None, k if v is None else v
@@ -251,12 +292,16 @@ class Mechanism(nn.Module):
                 raise LinvitError(f"{self.name} cannot honour a bias on the logits")
             bias = bias[(None,) * (4 - bias.ndim)]
             whole = (q.shape[0], q.shape[1], queries, keys)
-            fits = bias.ndim == 4 and q.shape[0] % max(1, len(bias)) == 0
+            fits = bias.ndim == 4 and q.shape[0] % max(1, bias.shape[0]) == 0
             if not fits or any(size not in (1, full) for size, full in zip(bias.shape[1:], whole[1:], strict=True)):
                 raise LinvitError(f"a bias of {tuple(bias.shape)} does not fit logits of {whole}")
         if can.input and x is None and not for_map:
             raise LinvitError(f"{self.name} reads the block's input: give x=(batch, tokens, channels)")
-        return Call(grid, key_grid, mask, bias, x)
+        if rotary is not None:
+            if not can.rotary:
+                raise LinvitError(f"{self.name} cannot honour rotary position: it does not stay relative there")
+            rotary.check(q, k)
+        return Call(grid, key_grid, mask, bias, x, rotary)
 
 
 @lru_cache(maxsize=1024)

@@ -32,7 +32,18 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from linvit.attention import Call, Formula, LinearAttention, RowSum, Shape, Size, Unnormalised, register, regroup
+from linvit.attention import (
+    Call,
+    Capabilities,
+    Formula,
+    LinearAttention,
+    RowSum,
+    Shape,
+    Size,
+    Unnormalised,
+    register,
+    regroup,
+)
 from linvit.attention.flow import conserved_flows
 from linvit.attention.local import run
 from linvit.attention.options import Count, Eps
@@ -43,6 +54,8 @@ from linvit.kernels import mobile as kernel
 
 @register("mobile", paper="Mobile-Attention")
 class Mobile(LinearAttention):
+    capabilities = Capabilities()  # no rotary position: its small heads cut through the pairs of channels
+    shared = {"centre": False}
     variants = ("poster", "released")
     examples = (
         *({"small_head_dim": small} for small in (2, 4, None)),

@@ -24,7 +24,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from linvit.attention import Call, LinearAttention, RowSum, Shape, Size, register
+from linvit.attention import Call, Capabilities, LinearAttention, RowSum, Shape, Size, register
 from linvit.attention.options import Eps, Range
 
 Features = Annotated[int, Range(1, 65536)]
@@ -36,6 +36,8 @@ class Performer(LinearAttention):
 
     variants = ("favor", "fair")
     needs = ("heads", "head_dim")
+    capabilities = Capabilities()  # its features belong to no channels that rotary position could turn
+    shared = {"centre": False}
     projection: Tensor
 
     def __init__(

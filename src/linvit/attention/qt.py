@@ -38,7 +38,7 @@ class Taylor(LinearAttention):
         super().__init__(shape, variant=variant)
         paper = self.variant == "paper"
         self.normaliser = Constant(lambda keys, head_dim: 1 / keys) if paper else Unnormalised()
-        self.capabilities = replace(self.capabilities, normalised=paper, rotary=paper)
+        self.capabilities = replace(self.capabilities, normalised=paper, rotary="products" if paper else "features")
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         paper = self.variant == "paper"
@@ -84,7 +84,7 @@ class QuadraticTaylor(LinearAttention):
         if position:
             self.require("heads", "head_dim", "grid")
             self.position = KeyPosition(shape)
-        rotary = self.variant == "exact" and not position
+        rotary = "features" if self.variant != "exact" else "" if position else "products"
         self.capabilities = replace(self.capabilities, grid=position, equivariant=not position, rotary=rotary)
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:

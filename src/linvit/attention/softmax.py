@@ -13,11 +13,11 @@ from linvit.kernels import relu_quadratic as kernel
 
 @register("softmax", paper="Attention Is All You Need")
 class Softmax(Mechanism):
-    capabilities = Capabilities(linear=False, bias=True, rotary=True)
+    capabilities = Capabilities(linear=False, bias=True, rotary="products")
 
     def logits(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-        bias = whole_bias(call, len(q))
+        bias = whole_bias(call, q.shape[0])
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
         if call.mask is not None:
@@ -28,19 +28,21 @@ class Softmax(Mechanism):
         return self.logits(q, k, call).softmax(-1)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
-        mask, bias = None if call.mask is None else call.mask[:, None, None, :], whole_bias(call, len(q))
+        mask, bias = None if call.mask is None else call.mask[:, None, None, :], whole_bias(call, q.shape[0])
         if bias is not None:
             mask = (bias if mask is None else lift(bias).masked_fill(~mask, float("-inf"))).to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def whole_bias(call: Call, batch: int) -> Tensor | None:
-    """The bias with as many images as there are, or one."""
-    if call.bias is None or len(call.bias) == 1:
+    """The bias with as many images as there are, or one. By `shape`, for `len` would fix a batch that an exporter is
+    told may vary."""
+    if call.bias is None or call.bias.shape[0] == 1:
         return call.bias
-    if not torch.compiler.is_compiling() and len(call.bias) == batch:  # to a compiler, the answer would be a guard
+    images = call.bias.shape[0]
+    if not torch.compiler.is_compiling() and images == batch:  # to a compiler, the answer would be a guard
         return call.bias
-    return call.bias.repeat(batch // len(call.bias), 1, 1, 1)
+    return call.bias.repeat(batch // images, 1, 1, 1)
 
 
 @register("relu_quadratic", paper="MixA")

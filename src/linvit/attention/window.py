@@ -30,7 +30,7 @@ Shift = Annotated[int, Range(0, 1023)]
 
 @register("window", paper="Swin Transformer; Fair Comparison (Swin)")
 class Window(Mechanism):
-    capabilities = Capabilities(grid=True, equivariant=False, unequal=False, rotary=True)
+    capabilities = Capabilities(grid=True, equivariant=False, unequal=False, rotary="products", dynamic=False)
     examples = ({"window": 2}, {"window": (2, 3), "shift": True}, {"window": 3, "shift": 2, "bias": True})
 
     def __init__(
@@ -127,14 +127,17 @@ class Tiling:
         x = x.unflatten(2, (self.grid.height, self.grid.width))
         if below or beyond:
             x = F.pad(x, (0, 0, 0, beyond, 0, below))
-        x = self.rolled(x, -self.down, -self.right)
-        x = x.unflatten(3, (self.columns, self.width)).unflatten(2, (self.rows, self.height)).transpose(3, 4)
-        return x.flatten(2, 3).flatten(3, 4)
+        x, images = self.rolled(x, -self.down, -self.right), x.shape[:2]
+        x = x.flatten(0, 1)  # with both there would be seven dimensions, and XNNPACK has six
+        x = x.unflatten(2, (self.columns, self.width)).unflatten(1, (self.rows, self.height)).transpose(2, 3)
+        return x.flatten(3, 4).flatten(1, 2).unflatten(0, images)
 
     def join(self, x: Tensor) -> Tensor:
         """The inverse of `cut`."""
-        x = x.unflatten(3, (self.height, self.width)).unflatten(2, (self.rows, self.columns)).transpose(3, 4)
-        x = self.rolled(x.flatten(4, 5).flatten(2, 3), self.down, self.right)
+        images = x.shape[:2]
+        x = x.flatten(0, 1).unflatten(2, (self.height, self.width)).unflatten(1, (self.rows, self.columns))
+        x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2).unflatten(0, images)
+        x = self.rolled(x, self.down, self.right)
         return x[:, :, : self.grid.height, : self.grid.width].flatten(2, 3)
 
     def rolled(self, x: Tensor, down: int, right: int) -> Tensor:

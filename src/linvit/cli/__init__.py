@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from linvit.cli import bench, compare, convert, plan, predict, report, show, tables, theory, train
+from linvit.cli import bench_edge, compare, convert, export, plan, predict, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.cli.output import flush, say, settle_streams
@@ -49,10 +49,11 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "train": train.train,
     "eval": eval_verb.eval_,
     "predict": predict.predict,
+    "export": export.export,
     "compare": compare.compare,
     "report": report.report,
 }
-GROUPS = {"bench": bench.app, "show": show.app}  # verbs with verbs of their own
+GROUPS = {"bench": bench_edge.app, "show": show.app}  # verbs with verbs of their own
 for name, function in FUNCTIONS.items():
     app.command(name, short_help=VERBS[name])(function)
 for name, group in GROUPS.items():

@@ -95,7 +95,8 @@ def dropping(drop: str) -> Iterator[list[str]]:
         yield given_up
     except NotHonoured as lacking:
         together = ",".join([*given_up, *lacking.features])
-        raise LinvitError(f"{lacking.reason}: --drop {together} gives up what it cannot") from None
+        hint = lacking.hint("--option local=5")
+        raise LinvitError(f"{lacking.reason}: --drop {together} gives up what it cannot{hint}") from None
 
 
 def numbers(text: str, least: int = 1) -> list[int]:

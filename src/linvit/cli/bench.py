@@ -1,4 +1,4 @@
-"""`linvit bench op | model | training | scaling`: speed and memory, side by side in one run."""
+"""`linvit bench op | model | training | scaling`: speed and memory, side by side in one run; `edge` is beside this."""
 
 import copy
 from collections.abc import Callable
@@ -154,7 +154,7 @@ def model(
     with arguments.dropping(drop) as given_up:
         told = options | ({"drop": given_up} if given_up else {})
         kind = dense_speed.KIND if dense else "bench model"
-        swaps = {text: partial(convert, plan=chosen, drop=given_up) for text, chosen in plans.items()}
+        swaps = {text: partial(convert, plan=chosen, drop=given_up, device=place) for text, chosen in plans.items()}
         models = dense_speed.make_models(name, args, swaps) if dense else {}
         head = {"kind": kind, "version": 1, "model": record.anywhere(name), "to": plan, "options": told, **settings}
         stem = "-".join([Path(name).name, *(chosen.name for chosen in plans.values())])

@@ -108,12 +108,9 @@ def check_folder(folder: Path, overwrite: bool) -> None:
 def print_report(report: "Report", folder: Path | None) -> None:
     rows = []
     for layer in report.layers:
-        given_up = f"gave up {', '.join(layer.dropped)}" if layer.dropped else ""
-        kept = f"left as it is: {layer.kept}" if layer.kept else ""
         after = layer.after if layer.after == layer.before else styled((layer.after, "bold"))
         macs = "" if layer.macs is None else " → ".join(f"{macs / 1e6:,.1f}" for macs in dict.fromkeys(layer.macs))
-        note = "; ".join(filter(None, (given_up, kept, "costs more" if layer.loses else "")))
-        rows.append((layer.index, layer.name, layer.before, after, layer.tokens or "", macs, note))
+        rows.append((layer.index, layer.name, layer.before, after, layer.tokens or "", macs, "; ".join(layer.notes)))
     out = console()
     if report.sensitivity is not None:
         print_sensitivity(report.sensitivity)

@@ -17,7 +17,7 @@ from linvit.errors import LinvitError, unknown
 HAS = {"bias": "takes bias", "grid": "needs grid", "input": "needs x", "between": "block step"}
 LACKS = {
     **{"normalised": "grows with N", "any_tokens": "fixed N", "unequal": "no pooled keys", "wide_values": "no wide v"},
-    **{"key_mask": "no key mask", "prefix": "no prefix", "map": "no map", "value": "ignores v"},
+    **{"key_mask": "no key mask", "prefix": "no prefix", "map": "no map", "value": "ignores v", "rotary": "no rotary"},
 }
 Rows = list[dict[str, Any]]
 KINDS = ("mechanisms", "models", "plans", "recipes", "settings")
@@ -127,12 +127,12 @@ def print_mechanisms(rows: Rows) -> None:
     out.print(table(map(cells, rows), mechanism=14, paper=27, cost=4, differs=14, variants=11, options=16))
     out.print(
         "Unless “differs” says otherwise a mechanism takes any number of tokens, prefix tokens, pooled keys, "
-        "wide values and key masks, and has a map. The first variant is the default.",
+        "wide values, key masks and rotary position, and has a map. The first variant is the default.",
         style="italic",
     )
 
 
-def differences(capabilities: dict[str, bool]) -> list[str]:
+def differences(capabilities: dict[str, Any]) -> list[str]:
     """Where a mechanism differs from the usual one, in words."""
     words = [word for name, word in HAS.items() if capabilities[name]]
     return words + [word for name, word in LACKS.items() if not capabilities[name]]

@@ -118,10 +118,11 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 def live(errors: Console) -> Progress:
     """Bars with a text beside them, for work that tells more than how far it is."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
     what, text = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[text]}"))
-    return Progress(what, BarColumn(), text, TimeRemainingColumn(), console=errors, transient=True)
+    bar = BarColumn(bar_width=20)  # the text needs the room
+    return Progress(SpinnerColumn(), what, bar, text, TimeRemainingColumn(), console=errors, transient=True)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +45,9 @@ def train(
     loader: arguments.Loader = "auto",
     workers: arguments.Workers = 4,
     device: arguments.Device = "auto",
+    logger: Annotated[
+        str, typer.Option(metavar="NAME", help="wandb, or a function of yours as module:function, hears the run too.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Train a model by a recipe; with --plan, convert it first and learn from the original.
@@ -65,15 +69,22 @@ def train(
     built |= {"task": task, "head": head, "pyramid": pyramid}
     built |= {"plan": plan or None, "options": arguments.plan_options(option, keep), "teacher": teacher or None}
     where = {"root": root, "loader": loader, "workers": workers, "device": device, "progress": progress}
-    how = {"size": arguments.square_size(size), "settings": set_ or [], "output": output, "resume": resume}
+    how = {
+        "size": arguments.square_size(size),
+        "settings": set_ or [],
+        "output": output,
+        "resume": resume,
+        "logger": logger,
+    }
     options: dict[str, Any] = {**built, **where, **how}
     try:
         quiet: Watch | None = print_note if as_json or not first_process() else None
         with screen(quiet, bar, plain) as watch, arguments.dropping(drop) as given_up:
             found = run(model, data, recipe, drop=given_up, watch=watch, **options)
-    except KeyboardInterrupt:
-        say(f"stopped: the same command with --resume goes on with {output}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt as stopped:
+        if first_process():
+            say(after_stop(output), err=True)
+        raise typer.Exit(128 + getattr(stopped, "number", INTERRUPTED - 128)) from None
     close_process_group()
     if first_process() and as_json:
         values = {name: value for name, value in vars(found).items() if name not in ("model", "report")}
@@ -94,6 +105,16 @@ def print_outcome(outcome: "Trained", folder: Path) -> None:
         out.print(table(rows, weights=8, **dict.fromkeys(columns, -9), step=-6))
     speed = f", {outcome.images_per_second:,.0f} images/s" if outcome.images_per_second else ""
     say(f"{outcome.steps} steps, {outcome.seconds:.0f} s{speed}. Models: {folder / 'best'}, {folder / 'last'}")
+
+
+def after_stop(folder: Path) -> str:
+    """What a stopped run can go on with."""
+    from linvit.training.checkpoints import resumes_after
+
+    step = resumes_after(folder)
+    if step is None:
+        return f"stopped before the first checkpoint: the same command begins {folder} anew"
+    return f"stopped: the same command with --resume goes on after step {step} ({folder})"
 
 
 def first_process() -> bool:
@@ -132,10 +153,11 @@ def plain() -> Watch:
         nonlocal last
         print_note(record)
         if record["kind"] == "eval":
-            print(f"step {record['step']}: {score(record)}", file=sys.stderr)
-        elif record["kind"] == "train" and time.monotonic() - last > PATIENCE:
+            print(f"step {record['step']}: {score(record)}", file=sys.stderr, flush=True)
+        elif record["kind"] in ("train", "step") and time.monotonic() - last > PATIENCE:
             last = time.monotonic()
-            print(f"step {record['step']} of {record['steps']}: {words(record)}", file=sys.stderr)
+            place = f"{record['stage']}, step {record['step']} of {record['steps']}"
+            print(f"{place}: {words(record)}{left(record)}", file=sys.stderr, flush=True)
 
     return watch
 
@@ -151,4 +173,10 @@ def words(record: dict[str, Any]) -> str:
     """The loss and speed of a record, in few words."""
     accuracy = "".join(f"  {name} {100 * record[name]:.1f} %" for name in ("accuracy", "agreement") if name in record)
     speed = f"  {record['images_per_second']:,.0f} images/s" if record["images_per_second"] else ""
-    return f"loss {record['loss']:.4f}{accuracy}{speed}"
+    return f"epoch {record['epoch']:.1f}/{record['epochs']:.3g}  loss {record['loss']:.4f}{accuracy}{speed}"
+
+
+def left(record: dict[str, Any]) -> str:
+    """The time that is left, as 0:12:30."""
+    seconds = record["seconds_left"]
+    return "" if seconds is None else f"  {timedelta(seconds=round(seconds))} left"

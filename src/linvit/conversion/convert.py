@@ -11,6 +11,7 @@ from torch import nn
 
 from linvit.attention import Mechanism, TokenGrid, create_attention, mechanism_class
 from linvit.attention.local import begin_at_zero
+from linvit.conversion.bias_filters import fit_filters
 from linvit.conversion.grids import Grids, stem, watch
 from linvit.conversion.host import FEATURES, Ask, Host
 from linvit.conversion.hosts import host_for, host_of
@@ -58,17 +59,19 @@ def convert(
     impl: str = "auto",
     quiet: bool = True,
     costs: bool = False,
+    device: torch.device | str | None = None,
     **options: Any,
 ) -> Report:
     """Give the model's attention layers the mechanisms of a plan.
 
     `plan` is a Plan, the name of one (`mixa`, `castling`, …) or a mechanism's name; `options` go to it. `auto` converts
-    the layers that are measured to get faster at this size where the model lies, and no other. What a mechanism cannot
-    honour (a relative bias, say) is an error unless `drop` names it or the plan's own `drop` does, as the papers' plans
-    do for what their papers go without; the report says which. What the argument `drop` names is dropped in every layer
-    that the plan converts. `size` is the image size that learned positions are laid out for; the model's own by
-    default. `calibrate`, batches of images, measures which layers a plan with `keep` keeps, and calls `advance` after
-    each pass. With `quiet` the local branches that mechanisms bring along start at zero, as suits pretrained weights; a
+    the layers that are measured to get faster at this size on `device`, the model's own by default, and no other. What
+    a mechanism cannot honour (a relative bias, say) is an error unless `drop` names it or the plan's own `drop` does,
+    as the papers' plans do for what their papers go without; the report says which. What the argument `drop` names is
+    dropped in every layer that the plan converts. `size` is the image size that learned positions are laid out for; the
+    model's own by default. `calibrate`, batches of images, measures which layers a plan with `keep` keeps, and calls
+    `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at zero, as suits
+    pretrained weights, and that of the option `local` as what comes nearest to a relative bias that is given up; a
     model to be trained from scratch wants them as their papers do. With `costs` the report counts tokens and MACs of
     each layer at that size. Nothing is touched before everything fits.
     """
@@ -86,9 +89,10 @@ def convert(
     if calibrate is not None:
         plan, measured = place_by_sensitivity(model, plan, calibrate, named, advance)
     if isinstance(plan, Auto):
-        plan, studied = resolve(model, plan, named, pair)
+        plan, studied = resolve(model, plan, named, pair, device)
     steps, kept = find_steps(model, plan, named, size=pair, impl=impl, quiet=quiet)
     refuse_idle(model, plan, named, steps)
+    filters = fit_filters(model, steps, pair) if quiet else {}
     before, tensors = dict(model.named_parameters()), model.state_dict().keys()
     counted = counted_macs(model, pair) if costs else {}
     was = {name: current_mechanism(module) for name, module in hosts}
@@ -105,6 +109,7 @@ def convert(
             step = made[name]
             linear = step.mechanism.capabilities.linear
             layer = replace(layer, after=str(step.choice), dropped=step.dropped, linear=linear)
+            layer = replace(layer, filtered=filters.get(name))
         if name in now:
             layer = replace(layer, tokens=now[name][0], macs=(counted[name][1], now[name][1]))
         layers.append(layer)

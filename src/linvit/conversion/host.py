@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Mechanism, Shape, TokenGrid
+from linvit.attention import Mechanism, Rotary, Shape, TokenGrid
 from linvit.conversion.grids import Grids, follow_grids
 from linvit.errors import LinvitError
 
@@ -48,14 +48,14 @@ def asks_from_nowhere(mechanism: Mechanism) -> bool:
     return can.unequal and can.equivariant and not can.grid
 
 
-# What `drop` may name, whatever the model. Rotary position stays relative in mechanisms that know q and k by their
-# products and norms; others see q and k rotated all the same.
+# What `drop` may name, whatever the model. Mechanisms in which rotary position cannot stay relative see q and k rotated
+# all the same.
 FEATURES: dict[str, Ask] = {
     "relative_bias": Ask("relative_bias", has_logits, droppable=True, removable=True),
     "shift_mask": Ask("shift_mask", has_logits, droppable=True, removable=True),
     "talking_heads": Ask("talking_heads", lambda m: m.name == "softmax", droppable=True, removable=True),
     "pooling": Ask("pooling", takes_unequal, droppable=True, removable=True),
-    "rotary": Ask("rotary", lambda m: m.capabilities.rotary, droppable=True),
+    "rotary": Ask("rotary", lambda m: m.capabilities.rotary in ("products", "features"), droppable=True),
     "temperature": Ask(
         "temperature", lambda m: m.name == "xca" and m.variant == "fair", droppable=True, removable=True
     ),
@@ -69,7 +69,7 @@ SUBSAMPLED_QUERIES = Ask("subsampled queries", takes_unequal)
 # that knows places, of which the class token has none, leaves the layer alone.
 ONE_QUERY = Ask("one query", asks_from_nowhere, keeps=True)
 # A projection to another width, behind which nothing as wide as the queries can be added.
-ANOTHER_WIDTH = Ask("another width", lambda m: type(m).after_projection is Mechanism.after_projection)
+ANOTHER_WIDTH = Ask("another width", lambda m: not m.adds_behind)
 
 
 def changes_width(projection: Any) -> bool:
@@ -173,12 +173,16 @@ class Host(nn.Module):
         mask: Tensor | None = None,
         bias: Tensor | None = None,
         x: Tensor | None = None,
+        rotary: Rotary | None = None,
     ) -> Tensor:
-        """Call the mechanism with what it takes. A sequence that left the grid (dropped patches) comes without one."""
+        """Call the mechanism with what it takes. A sequence that left the grid (dropped patches) comes without one; a
+        mechanism that takes no rotary position gets q and k rotated."""
+        if rotary is not None and not self.mechanism.capabilities.rotary:
+            q, k, rotary = rotary(q), rotary(k), None
         if grid is not None and grid.tokens != q.shape[2]:
             grid = None
         x = x if self.mechanism.capabilities.input else None
-        return self.mechanism(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x)
+        return self.mechanism(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x, rotary=rotary)
 
     def project_out(self, out: Tensor, q: Tensor) -> Tensor:
         """The heads joined and projected."""

@@ -3,7 +3,7 @@ SigLIP's vision towers, SAM's encoder, and the segmenter EoMT, on DINOv2 and on 
 
 Exact for softmax. The modules keep their own forward, with q, k and v handed to the mechanism where the interface lets
 attention in; only SAM's does not use it. Its relative position is exact in mechanisms with logits and given up with
-`drop=("relative_bias",)` elsewhere, and so is the rotary position of EoMT on DINOv3, by `drop=("rotary",)`. In EoMT's
+`drop=("relative_bias",)` elsewhere. The rotary position of EoMT on DINOv3 is honoured as in timm's EVA-02. In EoMT's
 last blocks queries come before the other tokens and look through masks until training has annealed those away: a
 mechanism without logits there wants `model.attn_mask_probs` to be 0. Needs `pip install linvit[transformers]`; nothing
 imports this file without.
@@ -13,6 +13,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -29,7 +30,7 @@ from transformers.models.sam.modeling_sam import SamVisionAttention, SamVisionSd
 from transformers.models.siglip.modeling_siglip import SiglipAttention
 from transformers.models.vit.modeling_vit import ViTAttention
 
-from linvit.attention import TokenGrid
+from linvit.attention import Rotary, TokenGrid
 from linvit.conversion.grids import Grids, stem
 from linvit.conversion.host import (
     BY_ORIGINAL,
@@ -66,7 +67,8 @@ def attend(
         query = query * (scaling / usual)
     mask, bias = split_mask(attention_mask, module.mechanism)
     module.passing.query = query
-    out = module.attend(query, key, value, module.token_grid, mask=mask, bias=bias, x=module.passing.input)
+    seen = module.passing
+    out = module.attend(query, key, value, module.token_grid, mask=mask, bias=bias, x=seen.input, rotary=seen.rotary)
     return out.transpose(1, 2), None
 
 
@@ -80,9 +82,10 @@ AttentionMaskInterface.register(INTERFACE, padding_mask)
 
 
 class Passing:
-    """What the interface does not hand on: the block's input on the way in, the query on the way out."""
+    """What the interface does not hand on: input and rotary position on the way in, the query on the way out."""
 
     input: Tensor | None = None
+    rotary: Rotary | None = None
     query: Tensor | None = None
 
 
@@ -133,7 +136,8 @@ class InterfaceHost(SequenceHost):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.passing.input = hidden_states
         out, weights = super().forward(hidden_states, *args, **kwargs)
-        query, self.passing.input, self.passing.query = self.passing.query, None, None
+        query = self.passing.query
+        self.passing.input = self.passing.rotary = self.passing.query = None
         assert query is not None
         return self.mechanism.after_projection(out, query), weights
 
@@ -206,6 +210,13 @@ class HFEomtDinov3Host(_EomtBase, EomtDinov3Attention):
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
         return [FEATURES["rotary"], *super().asks(model, module)]
+
+    def forward(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
+        """The original's, with q and k left to the mechanism to rotate."""
+        cos, sin = position_embeddings
+        self.passing.rotary = Rotary(cos, sin)
+        still = torch.ones_like(cos), torch.zeros_like(sin)
+        return super().forward(hidden_states, *args, position_embeddings=still, **kwargs)
 
 
 class _SamBase(ChannelsLastHost):

@@ -52,6 +52,7 @@ class Layer:
     after: str
     dropped: tuple[str, ...] = ()
     kept: str = ""  # why the plan's mechanism has no place here
+    filtered: float | None = None  # how much of a relative bias's work the local branch does in its place
     linear: bool = False  # whether it was converted to a linear mechanism
     tokens: int = 0  # of one sequence, and the MACs of a picture, where they were counted
     macs: tuple[int, int] | None = None
@@ -61,12 +62,19 @@ class Layer:
         """Whether the layer became linear and costs more MACs than before."""
         return self.linear and self.macs is not None and self.macs[1] > self.macs[0]
 
-    def __str__(self) -> str:
-        notes = [f"gave up {', '.join(self.dropped)}"] if self.dropped else []
+    @property
+    def notes(self) -> list[str]:
+        """What was given up, why nothing changed, and whether it costs more, in words."""
+        share = "" if self.filtered is None else f" ({self.filtered:.0%} of it in local)"
+        lost = [feature + (share if feature == "relative_bias" else "") for feature in self.dropped]
+        notes = [f"gave up {', '.join(lost)}"] if lost else []
         notes += [f"left as it is: {self.kept}"] if self.kept else []
+        return notes + (["costs more than before"] if self.loses else [])
+
+    def __str__(self) -> str:
+        notes = self.notes
         if self.macs is not None:
             notes.append(f"{self.tokens} tokens, {self.macs[0] / 1e6:,.1f} → {self.macs[1] / 1e6:,.1f} MMACs")
-        notes += ["costs more than before"] if self.loses else []
         shown = f"  ({'; '.join(notes)})" if notes else ""
         return f"{self.index:3d}  {self.name}: {self.before} → {self.after}{shown}"
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from linvit.conversion.convert import find_hosts, own_size
@@ -34,9 +35,16 @@ def place_by_sensitivity(
     return replace(plan, rules=(replace(plan.rules[0], layers=found.keep), *plan.rules[1:])), found
 
 
-def resolve(model: nn.Module, plan: Auto, named: Collection[str], size: tuple[int, int] | None) -> tuple[Plan, Study]:
-    """The plan that `auto` becomes for this model, and what was measured."""
+def resolve(
+    model: nn.Module,
+    plan: Auto,
+    named: Collection[str],
+    size: tuple[int, int] | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Plan, Study]:
+    """The plan that `auto` becomes for this model, and what was measured: on its own device unless told."""
     stay = {index for rule in plan.rules for index in rule.matching([name for name, _ in find_hosts(model)])}
-    setting = Setting.usual(model, size or own_size(model))
+    place = None if device is None else torch.device(device)
+    setting = Setting.usual(model, size or own_size(model), place)
     found = study(model, setting, candidates=plan.candidates, drop=named, stay=stay, points=3)
     return found.choose().plan, found

@@ -75,6 +75,11 @@ def plain(tensor: Tensor) -> bool:
     )
 
 
+def exporting() -> bool:
+    """Whether a program is being made for another runtime, which knows no op of ours: it is given the plain formula."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 @torch.compiler.assume_constant_result
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory a program can have, on a GPU."""

@@ -67,6 +67,13 @@ def angular_residual_rms(d: int, order: int = 1) -> float:
     return float(np.sqrt(np.sum(density * (angular(x) - angular_series(x, order)) ** 2) / np.sum(density)))
 
 
+def rotary_mean(d: int, apart: int, base: float = 100.0) -> float:
+    """E[R φ(q)·φ(k)] over E[φ(q)·φ(k)] for equally distributed positive features, `apart` columns apart: the mean of
+    the cosines, of which those for the rows are 1. What is skew in a turned pair of channels averages out."""
+    speeds = base ** -np.arange(0, 1, 4 / d)
+    return float((1 + np.cos(speeds * apart).mean()) / 2)
+
+
 def softmax_kernel_mean(d: int) -> float:
     """E[exp(q·k/√d)] = (1 − 1/d)^(−d/2), which tends to √e."""
     return float((1 - 1 / d) ** (-d / 2))

@@ -30,7 +30,7 @@ KEY = ("resolution", "batch", "pass", "mode", "attention")
 # Relative RMS of the logits against float64. Half precision rounds after every layer, and a dozen of them add up.
 TOLERANCES = {"bf16": 8e-2, "fp16": 2e-2, "fp32": 1e-3}
 
-Convert = Callable[[nn.Module], object]
+Convert = Callable[..., object]  # of a model, for an image size
 
 
 def sweep(
@@ -80,7 +80,7 @@ def random_model(name: str, size: tuple[int, int], args: dict[str, Any], convert
     except TypeError:  # convolutional pyramids take any size and no such argument
         model = timm.create_model(name, **args)
     if convert is not None:
-        convert(model)
+        convert(model, size=size)
     return model
 
 

@@ -226,7 +226,7 @@ BY_MOBILE = "As Mobile-Attention prints it."
 DISTILLED = "With DeiT's distillation token, as the figure's baselines suggest (inferred). 5.9 is unverified."
 BASELINE = "The figure's DeiT are the distilled ones."
 UP = "MViTv2-B has 51.47 M, which does not round to 52."
-DETECTOR = "PicoDet with a Castling backbone, read off a figure; the detector is not built here."
+DETECTOR = "PicoDet with a Castling backbone, read off a figure; which backbone is not published."
 SEGMENTER = "Backbone only, without Mask2Former; the size of 640×640 is inferred from ViT-B's MACs."
 ADAPTER = (
     "How ViT-B gets its pyramid is not published. 118 M fit a ViT-Adapter without its MLPs (inferred): 85.8 of ViT-B, "

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linvit.attention import Shape, create_attention
+from linvit.attention import Rotary, Shape, TokenGrid, create_attention
 from linvit.attention.qt import QuadraticTaylor
 from linvit.errors import LinvitError
 from linvit.measurement import closed_forms as closed
@@ -24,6 +24,7 @@ HEAD_DIMS = (16, 32, 64, 128)
 TOKENS = (49, 196, 784)  # 7×7, 14×14 and 28×28 patches
 ORDERS = (1, 3, 5, 7)
 COSINES = (0.3, 0.6, 0.9)
+DISTANCES = (1, 4, 16)  # of tokens in a row
 CORRELATION = 0.5  # of the values of two tokens, where they are correlated
 SAMPLES, FEWEST = 200_000, 10_000
 CONFIDENCE = 0.95
@@ -65,6 +66,11 @@ TOPICS = {
         "QT: the second-order kernel 1 + x + x²/2, x = q·k/√d",
         "The Kronecker identity is exact. The compact form has the same mean but keeps about 4/3d of the variance: "
         "at d = 64 it tells keys apart far less than the kernel it stands for.",
+    ),
+    "rotary": Topic(
+        "Rotary position on ReLU features, d = 64",
+        "Moving a query and its key together changes nothing. Positive features have a mean product, which turning "
+        "weakens with distance: what is a mere phase in q·k also favours the neighbourhood here.",
     ),
 }
 
@@ -276,7 +282,27 @@ def taylor_polynomial(x: Tensor) -> Tensor:
     return 1 + x + x**2 / 2
 
 
-PARTS = (products, sums, relu_products, scale, angular, taylor)
+def rotary(sampler: Sampler, d: int = 64) -> Iterator[Finding]:
+    """Read off SteLLA's map of a query and a key on one line of patches."""
+    stella, turn = create_attention("stella"), Rotary.axial(TokenGrid.line(DISTANCES[-1] + 4), d, dtype=torch.float64)
+
+    def weight(q: Tensor, k: Tensor, at: int, apart: int) -> Tensor:
+        places = [at, at + apart]
+        two = Rotary(turn.cos[places], turn.sin[places], turn.blocks)
+        both = torch.stack((q, k), 1)[:, None]
+        return stella.map(both, both, rotary=two)[:, 0, 0, 1] * 2 * sqrt(d)
+
+    q, k = (sampler.normal(500, d, dtype=torch.float64) for _ in range(2))
+    moved = [weight(q, k, at, DISTANCES[1]) for at in (0, 3)]
+    gap = float((moved[0] - moved[1]).abs().max() / moved[0].abs().max())
+    yield Finding("rotary", "moved together, worst gap", gap, 0.0, 0.0, d)
+    for apart in DISTANCES:
+        x = sampler.pairs(d, lambda q, k, apart=apart: weight(q, k, 0, apart))  # type: ignore[misc]
+        x = x / closed.relu_product_mean(d)
+        yield Finding("rotary", f"weight {apart} apart, over touching", *mean(x), closed.rotary_mean(d, apart), d)
+
+
+PARTS = (products, sums, relu_products, scale, angular, taylor, rotary)
 
 
 def measure(samples: int = SAMPLES, seed: int = 0, advance: Callable[[], None] = lambda: None) -> list[Finding]:

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 from torch import nn
 
 from linvit.conversion import Plan, Report, convert, open_model, open_original, parse_plan
+from linvit.conversion.convert import names_to_drop
+from linvit.conversion.plan import Auto
+from linvit.conversion.resolving import resolve
 from linvit.errors import LinvitError
-from linvit.files import place
+from linvit.files import place, write_json
 from linvit.images import Progress, quiet
 from linvit.tasks.kinds import Model, Note, Reading, described, kind_of, name_of, tell
-from linvit.training import Config, Outcome, Output, make_processes, override
+from linvit.training import Config, Outcome, Output, Processes, make_processes, override
 from linvit.training import recipe as named_recipe
-from linvit.training.checkpoints import Watch
+from linvit.training.checkpoints import Watch, resumes_after
+from linvit.training.loggers import Logger, RunFacts, find_logger, logging_to
 from linvit.training.objectives.teacher import open_teacher
 
 
@@ -52,6 +57,7 @@ def train(
     workers: int = 4,
     device: str = "auto",
     watch: Watch | None = None,
+    logger: str | Logger | None = None,
     progress: Progress = quiet,
 ) -> Trained:
     """Train a model by a recipe, in place; with a `plan`, convert it first and learn from the original.
@@ -65,7 +71,8 @@ def train(
 
     In `output` the run is logged and kept in checkpoints, from which it goes on with `resume`, and ends in the models
     `last` and `best`. With `ema` the averaged weights are those that are evaluated and given; `model` keeps its own.
-    Every record of the log goes to `watch`.
+    Every record of the log goes to `watch`, and to the `logger`: `wandb`, or a function of yours, itself or as
+    `module:function`, that is given the run's facts and returns a function of a record.
     """
     settings, drop, folder = list(settings), list(drop), None if output is None else place(output)
     kind = kind_of(model, task, head, pyramid)
@@ -78,6 +85,7 @@ def train(
         raise LinvitError("--option, --keep and --drop are of a conversion: give --plan too, or leave them out")
     if folder is not None and folder.is_file():
         raise LinvitError(f"{folder} is a file: give a folder")
+    logger = find_logger(logger) if logger else None  # a mistake is told before the work
     processes = make_processes(config, device)
     note = partial(tell, processes, watch)
     sets = kind.open_sets(data, Reading(root, loader, workers, progress))
@@ -94,6 +102,8 @@ def train(
             kind.check_original(built, model, sets, chosen, pretrained, note)
     if resume and folder is not None and not (folder / "checkpoints").exists():
         note(f"there is nothing to resume in {folder}: begun anew")
+    if isinstance(chosen, Auto):
+        chosen = measured_plan(chosen, built, drop, processes, folder, resume)
     report = convert(built, chosen, drop=drop) if chosen is not None else None
     for line in report.losses if report is not None else ():
         note(line)
@@ -101,13 +111,32 @@ def train(
     option = [f"{name}={value}" for name, value in words.items()] or None
     identity = {"model": described(model), "args": args, "plan": described(plan), "option": option}
     identity |= {"drop": ",".join(drop), "teacher": described(teacher), "pretrained": pretrained}
-    where = Output(folder, watch if processes.first else None, identity)
-    fitting = kind.fit(built, sets, config, teacher=guide, processes=processes, output=where)
-    try:
-        outcome = fitting.run(resume=resume)
-    finally:
-        fitting.close()
+    facts = RunFacts(folder, config.to_dict(), resume and folder is not None and resumes_after(folder) is not None)
+    with logging_to(logger, facts, watch) if processes.first else nullcontext() as heard:
+        where = Output(folder, heard, identity)
+        fitting = kind.fit(built, sets, config, teacher=guide, processes=processes, output=where)
+        try:
+            outcome = fitting.run(resume=resume)
+        finally:
+            fitting.close()
     return Trained(**vars(outcome), model=fitting.shown, report=report)
+
+
+def measured_plan(
+    plan: Auto, model: nn.Module, drop: Iterable[str], processes: Processes, folder: Path | None, resume: bool
+) -> Plan:
+    """What `auto` becomes, measured once by the first process and kept in the run's folder: the other processes, and
+    the run when it is resumed, must convert the same layers."""
+    kept, found = None if folder is None else folder / "plan.json", None
+    if processes.first and resume and kept is not None and kept.exists():
+        found = parse_plan(str(kept))
+    elif processes.first:
+        found, _ = resolve(model, plan, names_to_drop(drop), device=processes.device)
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept, found.to_dict())
+    chosen: Plan = processes.broadcast_object(found)
+    return chosen
 
 
 def evaluate(

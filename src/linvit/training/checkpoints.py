@@ -88,6 +88,12 @@ class CheckpointFiles:
         return tensors, state
 
 
+def resumes_after(folder: Path) -> int | None:
+    """The step after which the run in this folder goes on; None where it has no checkpoint."""
+    found = CheckpointFiles(folder / "checkpoints", "").files()
+    return int(found[0].stem.removeprefix("step-")) if found else None
+
+
 def write(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Write a checkpoint whole or not at all."""
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}  # none share

@@ -13,8 +13,9 @@ Watch = Callable[[dict[str, Any]], None]
 
 
 class Log:
-    """Records of a run: kind `train`, `eval` or `note`, with their step. `watch` hears each, for a screen. What a
-    run logged after the step it resumes from is dropped, and so is a line that a crash left half written."""
+    """Records of a run: kind `train`, `eval` or `note`, with their step. `watch` hears each, for a screen, and between
+    them, a few times a second, records of kind `step`, which are not kept. What a run logged after the step it resumes
+    from is dropped, and so is a line that a crash left half written."""
 
     def __init__(self, folder: Path | None, watch: Watch | None = None, after: int = -1) -> None:
         self.watch, self.file, self.board = watch, None, None

@@ -24,7 +24,7 @@ from linvit.comparison.description.dense import build_dense
 from linvit.comparison.results import Candidate, Structure
 from linvit.conversion import Plan, Report, as_plan, convert, droppable, parse_plan, resample_patches
 from linvit.conversion.host import Host
-from linvit.conversion.plan import split_options
+from linvit.conversion.plan import Auto, split_options
 from linvit.errors import LinvitError, unknown
 from linvit.models.dense import DenseModel
 from linvit.models.pyramid import FairPyramid, init_weights
@@ -51,7 +51,12 @@ def plan_of(candidate: Candidate) -> Plan:
     if candidate.plan is not None:
         return Plan.from_dict(candidate.plan)
     options = {name: value for name, value in candidate.options.items() if not candidate.measured or name != "layers"}
-    return as_plan(candidate.name, **options)
+    made = as_plan(candidate.name, **options)
+    if isinstance(made, Auto):
+        raise LinvitError(
+            "auto is another plan on every machine: compare one that `linvit plan MODEL -o FILE.json` wrote"
+        )
+    return made
 
 
 def name_of(candidate: Candidate) -> str:

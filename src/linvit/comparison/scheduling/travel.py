@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 from linvit.comparison.files import parse_object, parse_result
 from linvit.comparison.results import KEY, AnyResult
 from linvit.comparison.scheduling.store import FOLDERS, LOCK, Store, abandoned, set_aside
-from linvit.errors import LinvitError, Unwritable, first_line
+from linvit.errors import LinvitError, Unwritable, reason
 from linvit.files import (
     create,
     is_full,
@@ -167,7 +167,7 @@ def merge(store: Store, other: Path) -> dict[str, int]:
             unpack(other, folder)
         except BROKEN as error:
             if is_full(error):
-                raise Unwritable(f"cannot merge {other} into {store.folder}: {first_line(error)}") from None
+                raise Unwritable(f"cannot merge {other} into {store.folder}: {reason(error)}") from None
             store.note(f"{other} cannot be read to its end ({error}): what came before that is merged")
         found = root_of(folder)
         drop_damaged(store, found)

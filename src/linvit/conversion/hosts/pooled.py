@@ -183,7 +183,7 @@ class MViTv2Host(Host, mvitv2.MultiScaleAttention):
         prefix = int(self.has_cls_token)
         bias = None
         if self.rel_pos_type == "spatial" and self.rel_pos_h is not None and has_logits(self.mechanism):
-            bias = q.new_zeros(len(q), self.num_heads, q.shape[2], k.shape[2])
+            bias = q.new_zeros(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
             rows = resized(self.rel_pos_h, 2 * max(q_size[0], k_size[0]) - 1)
             columns = resized(self.rel_pos_w, 2 * max(q_size[1], k_size[1]) - 1)
             bias = mvitv2.cal_rel_pos_type(bias, q, self.has_cls_token, q_size, k_size, rows, columns)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import PatchEmbed, RelPosBias, RelPosMlp, apply_rot_embed_cat
+from timm.layers import PatchEmbed, RelPosBias, RelPosMlp
 from timm.layers.pos_embed_rel import RelPosBiasTf, gen_relative_log_coords, gen_relative_position_index
 from timm.models import beit, maxxvit
 from timm.models import vision_transformer_sam as sam
@@ -28,6 +28,7 @@ from linvit.conversion.host import (
     to_tokens,
     unpack,
 )
+from linvit.conversion.hosts.vit import rotation
 
 
 def table_bias(table: Tensor, window: tuple[int, int], grid: TokenGrid) -> Tensor:
@@ -258,8 +259,7 @@ class SAMHost(ChannelsLastHost, sam.Attention):
     """SAM's image encoder: attention over windows or the whole picture, with a decomposed relative position or rotary.
 
     Exact for softmax. The relative position depends on the query; it is exact in mechanisms with logits and given up
-    with `drop=("relative_bias",)` elsewhere. Rotary position stays relative in mechanisms that know q and k by their
-    products and norms; `drop=("rotary",)` lets the others have q and k rotated all the same. Any input size, as in the
+    with `drop=("relative_bias",)` elsewhere. Rotary position is honoured as in EVA-02. Any input size, as in the
     original, and with rotary position too. Windows at the border are padded with zero tokens, which are keys like any
     other: the original attends to them as well.
     """
@@ -281,8 +281,6 @@ class SAMHost(ChannelsLastHost, sam.Attention):
         bias = None
         if self.use_rel_pos and self.rel_pos_h is not None and has_logits(self.mechanism):
             bias = sam.get_decomposed_rel_pos_bias(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
-            bias = bias.unflatten(0, (len(x), self.num_heads))
-        if self.rope is not None:
-            rotation = self._rotation(grid, q)
-            q, k = apply_rot_embed_cat(q, rotation).type_as(v), apply_rot_embed_cat(k, rotation).type_as(v)
-        return self.project_out(self.attend(q, k, v, grid, bias=bias, x=x), q).unflatten(1, size)
+            bias = bias.unflatten(0, (x.shape[0], self.num_heads))
+        rotary = None if self.rope is None else rotation(self._rotation(grid, q), half=False)
+        return self.project_out(self.attend(q, k, v, grid, bias=bias, x=x, rotary=rotary), q).unflatten(1, size)

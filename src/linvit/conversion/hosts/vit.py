@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.layers import Attention, AttentionRope, DiffAttention, apply_rot_embed_cat
+from timm.layers import Attention, AttentionRope, DiffAttention
 from timm.models.eva import EvaAttention
-from timm.models.gemma4_vit import Gemma4Attention, apply_multidimensional_rope
+from timm.models.gemma4_vit import Gemma4Attention
 from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelScalingBlock
 from torch import Tensor, nn
 
-from linvit.attention import Mechanism, Shape
+from linvit.attention import Mechanism, Rotary, Shape
 from linvit.conversion.host import (
     ANOTHER_WIDTH,
     FEATURES,
@@ -38,13 +38,15 @@ class MaskedHost(SequenceHost):
         super().prepare(model)
         use_key_masks(model)
 
-    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor) -> Tensor:
+    def attend_masked(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, x: Tensor, rotary: Rotary | None = None
+    ) -> Tensor:
         """The mechanism's answer; grouped key and value heads are repeated for their queries, as the originals do."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         mask, bias = split_mask(attn_mask, self.mechanism)
-        return self.attend(q, k, v, self.token_grid, mask=mask, bias=bias, x=x)
+        return self.attend(q, k, v, self.token_grid, mask=mask, bias=bias, x=x, rotary=rotary)
 
 
 def split_mask(attn_mask: Tensor | None, mechanism: Mechanism) -> tuple[Tensor | None, Tensor | None]:
@@ -63,6 +65,13 @@ def split_mask(attn_mask: Tensor | None, mechanism: Mechanism) -> tuple[Tensor |
     if one_row and not mechanism.capabilities.bias:
         return attn_mask[:, 0, 0] > torch.finfo(attn_mask.dtype).min / 2, None
     return None, attn_mask
+
+
+def rotation(table: Tensor, *, half: bool) -> Rotary:
+    """timm's rotary position: sines before cosines, halves of a head paired or neighbouring channels. It has no angles
+    for class token and registers, which come first."""
+    sin, cos = table.chunk(2, dim=-1)
+    return Rotary(cos, sin, blocks=1 if half else cos.shape[-1] // 2)
 
 
 def use_key_masks(model: nn.Module) -> None:
@@ -104,19 +113,14 @@ class _RopeBase(MaskedHost):
             parts = list(self.packed(x).chunk(3, dim=-1))
         return tuple(part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
 
-    def _rotate(self, x: Tensor, rope: Tensor) -> Tensor:
-        prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
-        return torch.cat((prefix, apply_rot_embed_cat(patches, rope, half=self.rotate_half)), dim=2)
-
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         refuse_causal(is_causal)
         q, k, v = self.project(x)
         q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = self._rotate(q, rope).type_as(v), self._rotate(k, rope).type_as(v)
-        out = self.norm(merge_heads(self.attend_masked(q, k, v, attn_mask, x)))
+        rotary = None if rope is None else rotation(rope, half=self.rotate_half)
+        out = self.norm(merge_heads(self.attend_masked(q.type_as(v), k.type_as(v), v, attn_mask, x, rotary)))
         return self.finish(self.proj(out if self.gate is None else out * self.gate(x).sigmoid()), q)
 
 
@@ -126,8 +130,9 @@ class RopeHost(_RopeBase, AttentionRope):
     does.
 
     Exact for softmax. Rotary position stays purely relative in mechanisms that know q and k by their products and
-    norms. A feature map per channel breaks that: with `drop=("rotary",)` q and k are still rotated before it, so
-    positions still inform the features, but a shift of both no longer cancels.
+    norms, which get them rotated, and in those with features per channel, which are rotated themselves. In the others,
+    and with `rotary="before"`, it takes `drop=("rotary",)`: q and k are rotated before the feature map, so positions
+    still inform it, but a shift of both no longer cancels.
     """
 
 
@@ -139,8 +144,7 @@ class Gemma4Host(MaskedHost, Gemma4Attention):
     """Gemma 4's vision encoder: rotary position in two axes, q, k and v normalised, and logits without the 1/√d.
 
     Exact for softmax: q is scaled with √d for every mechanism alike, which makes up for the 1/√d of the mechanism.
-    Rotary position stays relative in mechanisms that know q and k by their products and norms; with `drop=("rotary",)`
-    the others still see q and k rotated. Padded batches bring a key mask.
+    Rotary position is honoured as in EVA-02. Padded batches bring a key mask.
     """
 
     features = {"rotary": ()}
@@ -152,10 +156,9 @@ class Gemma4Host(MaskedHost, Gemma4Attention):
     def forward(self, x: Tensor, rope_cos: Tensor, rope_sin: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = self.q_norm(q), self.k_norm(k), self.v_norm(v)
-        q = apply_multidimensional_rope(q, rope_cos, rope_sin) * self.head_dim**0.5
-        k = apply_multidimensional_rope(k, rope_cos, rope_sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return self.finish(self.o_proj(merge_heads(self.attend_masked(q, k, v, attn_mask, x))), q)
+        q, k, v = (q * self.head_dim**0.5).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        rotary = Rotary(rope_cos.unsqueeze(1), rope_sin.unsqueeze(1), blocks=2)
+        return self.finish(self.o_proj(merge_heads(self.attend_masked(q, k, v, attn_mask, x, rotary))), q)
 
 
 class _DifferentialHost(MaskedHost):

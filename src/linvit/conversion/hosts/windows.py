@@ -83,7 +83,7 @@ class GCViTHost(WindowHost, WindowAttentionGlobal):
     def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         k, v = heads[-2], heads[-1]
-        q = self._queries(q_global, len(x)) if self.use_global and q_global is not None else heads[0]
+        q = self._queries(q_global, x.shape[0]) if self.use_global and q_global is not None else heads[0]
         bias = self.rel_pos.get_bias() if self.rel_pos is not None and has_logits(self.mechanism) else None
         return self.project_out(self.attend(q, k, v, self.window, bias=bias, x=x), q)
 

@@ -46,7 +46,7 @@ def why_not_bias(bias: Tensor, device: torch.device) -> str | None:
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor | None:
     """The attention on the CPU: over tiles, but not with so few tokens, as in windows, that calls take longer than
     products. None elsewhere, for empty tensors, and for exporters, which are given the formula as it is written."""
-    if q.device.type != "cpu" or not q.dtype == k.dtype == v.dtype or torch.compiler.is_exporting():
+    if q.device.type != "cpu" or not q.dtype == k.dtype == v.dtype or fused.exporting():
         return None
     if 0 in (*q.shape, *v.shape):
         return None

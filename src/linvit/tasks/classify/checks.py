@@ -14,7 +14,7 @@ from torch import nn
 
 from linvit.conversion.convert import own_size
 from linvit.conversion.saving import label_names, note
-from linvit.errors import LinvitError, first_line
+from linvit.errors import LinvitError, reason
 from linvit.tasks.classify.data import Images, Split, check_outputs
 from linvit.training.config import Config
 
@@ -61,7 +61,7 @@ def refusal(model: nn.Module, size: tuple[int, int], channels: int) -> str | Non
     try:
         model.eval()(torch.zeros(1, channels, *size, device=like.device, dtype=like.dtype))
     except (AssertionError, RuntimeError, ValueError) as error:
-        return first_line(error)
+        return reason(error)
     finally:
         model.train(training)
     return None

@@ -20,7 +20,7 @@ from timm.data import create_dataset
 from timm.data.dataset import IterableImageDataset
 from torch.utils.data import Dataset
 
-from linvit.errors import LinvitError, first_line, unknown
+from linvit.errors import LinvitError, reason, unknown
 from linvit.images import eight_bits, naming, open_image, upright
 from linvit.tasks.classify.readers import SPLITS, FileReader, more, open_reader
 
@@ -228,9 +228,9 @@ def open_timm(name: str, split: str, root: str | None, **options: Any) -> Any:
     try:
         return create_dataset(name, root=root, split=split, **options)
     except (ImportError, NameError) as error:
-        raise LinvitError(f"{needs}: {first_line(error)}") from None
+        raise LinvitError(f"{needs}: {reason(error)}") from None
     except Exception as error:  # whatever the set's own library raises
-        text = first_line(error)
+        text = reason(error)
         missing = "Please install" in text
         raise LinvitError(f"{needs}, which is not installed" if missing else f"cannot open {name}: {text}") from None
 

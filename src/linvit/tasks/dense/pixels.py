@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from linvit.errors import LinvitError, first_line
+from linvit.errors import LinvitError, reason
 from linvit.images import eight_bits, naming, open_image, upright
 from linvit.tasks.classify.decoding import channels_first
 from linvit.tasks.dense.files import Files
@@ -80,8 +80,8 @@ def draw_all(shapes: list[bytes], size: Size, name: str) -> Tensor:
         except LinvitError:
             raise
         except Exception as error:  # whatever COCO's library makes of a broken shape
-            reason = f"an object of {name} has a segmentation that cannot be drawn"
-            raise LinvitError(f"{reason} ({first_line(error)}): give polygons or RLE of the image's size") from None
+            odd = f"an object of {name} has a segmentation that cannot be drawn"
+            raise LinvitError(f"{odd} ({reason(error)}): give polygons or RLE of the image's size") from None
     return masks
 
 

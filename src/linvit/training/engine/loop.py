@@ -19,13 +19,21 @@ from torch import Tensor, nn
 from linvit.errors import LinvitError
 from linvit.training.callbacks import Position, make_callbacks
 from linvit.training.checkpoints import Output, Restored, RunState, all_finite, restore_optimiser
-from linvit.training.config import Config
+from linvit.training.config import Config, Stage
 from linvit.training.contract import Batch, BatchSource, Objective, Task, images_of, tensors_of
 from linvit.training.engine.phases import Phase, repeatable, without_cudnn_attention
 from linvit.training.engine.step import Meters, Stepper
+from linvit.training.engine.stopping import Stop, Stopped
 from linvit.training.logs import Log
 from linvit.training.optimisation import stage_schedule
 from linvit.training.processes import Processes
+
+TICK = 0.25  # seconds between two words to `watch` on where a run is
+LOSSES = {  # what a stage's loss is, for whoever sees it jump when the stage changes
+    "alignment": "how far converted layers are from their originals",
+    "features": "how far the outputs of the blocks are from the teacher's",
+    "supervised": "that of the model's answers, by labels, teacher or both",
+}
 
 
 @dataclass
@@ -71,6 +79,7 @@ class Engine:
         self.meters = Meters(processes, config)
         self.state = RunState(processes, config, self.model, self.callbacks, self.output)
         self.before = ""  # in words, how it was when it was logged last
+        self.stop, self.ticked = Stop(), 0.0
 
     def run(self, *, resume: bool = False) -> Outcome:
         """Train to the end. With `resume`, go on from the newest usable checkpoint, if there is one."""
@@ -93,9 +102,12 @@ class Engine:
                 self.note(text)
             self.stepper = Stepper(self.processes, self.model, self.config, self.meters, self.note)
             batches = self.batches(self.step)
-            with without_cudnn_attention(), repeatable(self.config.deterministic):
+            kept = self.output.folder is not None and self.output.models
+            with self.stop.heard(kept), without_cudnn_attention(), repeatable(self.config.deterministic):
                 if restored is None:
                     self.evaluate()  # what conversion left, before anything is learnt
+                elif restored[1].get("unevaluated"):
+                    metrics = self.evaluate()
                 for phase, start, end in zip(self.phases, [0, *self.ends[:-1]], self.ends, strict=True):
                     if self.step < end:
                         metrics = self.run_stage(phase, start, end, batches, restored)
@@ -121,6 +133,7 @@ class Engine:
         schedule = stage_schedule(config, phase.stage, end - start, self.epoch_steps)
         at = Position(phase.stage, self.step, start, end, schedule.warmup)
         stepper.begin_stage(phase.stage)
+        self.note_stage(phase.stage)
         meters.begin()
         if phase.prepare is not None and self.step == start:
             phase.prepare(self.source.epoch(0))
@@ -148,18 +161,38 @@ class Engine:
             for callback in self.callbacks:
                 callback.after_step(at)
             ended, measured = self.step == end, self.step == end or self.step % every == 0
-            if measured or self.step % config.log_steps == 0:
+            logged = measured or self.step % config.log_steps == 0
+            if logged:
                 self.write_log(at, lr, objective)
+            else:
+                self.tick(at)
             if ended and not all_finite(self.model):
                 self.stop_diverged(self.step - 1, objective)
             if measured:
-                metrics = self.evaluate()
-            if self.state.due() or (self.step == self.steps and self.output.models):
+                try:
+                    metrics = self.evaluate()
+                except Stopped:
+                    self.save({"metrics": {}, "unevaluated": True})
+                    raise
+            asked = self.asked(logged)
+            if asked is not None or self.state.due() or (self.step == self.steps and self.output.models):
                 meters.stop_clock()
-                known = {"seconds": meters.seconds, "metrics": metrics if measured else {}}
-                self.state.save(self.step, stepper.optimiser, meters.bad, known)
+                self.save({"metrics": metrics if measured else {}})
                 meters.start_clock()
+            if asked is not None and self.step < self.steps:
+                raise Stopped(asked)
         return metrics
+
+    def asked(self, logged: bool) -> int | None:
+        """The signal that told the run to stop, if one did. Processes agree on it where they meet anyway."""
+        if self.processes.world == 1:
+            return self.stop.asked
+        return next(filter(None, self.processes.gather_objects(self.stop.asked)), None) if logged else None
+
+    def save(self, known: dict[str, Any]) -> None:
+        """Write a checkpoint."""
+        known = {"seconds": self.meters.seconds, **known}
+        self.state.save(self.step, self.stepper.optimiser, self.meters.bad, known)
 
     def batches(self, step: int) -> Iterator[Batch]:
         """The batches of all epochs in a row, from a step on."""
@@ -183,7 +216,7 @@ class Engine:
             callback.before_evaluation(shown)
         self.processes.broadcast(shown.buffers())
         shown.eval()
-        with torch.no_grad(), self.processes.autocast():
+        with self.stop.interruptible(), torch.no_grad(), self.processes.autocast():
             metrics = dict(self.task.metrics(shown))
         self.model.train()
         if self.task.best not in metrics:
@@ -197,6 +230,30 @@ class Engine:
     def note(self, text: str) -> None:
         self.log.add("note", self.step, {"text": text})
 
+    def note_stage(self, stage: Stage) -> None:
+        """Say which of several stages begins, and what its loss is: the numbers of two stages are not of one kind."""
+        stages = [phase.stage for phase in self.phases]
+        if len(stages) > 1:
+            number = next(index for index, each in enumerate(stages, start=1) if each is stage)
+            other = number > 1 and stages[number - 2].objective != stage.objective
+            jumps = f"; it is not to be compared with that of {stages[number - 2].name}" if other else ""
+            measure = LOSSES.get(stage.objective, stage.objective)
+            self.note(f"stage {number} of {len(stages)}, {stage.name}: the loss is {measure}{jumps}")
+
+    def where(self, at: Position, speed: float | None) -> dict[str, Any]:
+        """Where the run is, and how long the rest takes at this speed, evaluations not counted."""
+        left = (self.steps - self.step) * self.config.batch_size / speed if speed else None
+        whole = {"steps": self.steps, "epochs": round(self.steps / self.epoch_steps, 4)}
+        return {"stage": at.stage.name, **self.so_far(), **whole, "images_per_second": speed, "seconds_left": left}
+
+    def tick(self, at: Position) -> None:
+        """Now and then let `watch` know where the run is, between two lines of the log."""
+        if self.log.watch is None or not self.output.models or time.monotonic() - self.ticked < TICK:
+            return
+        values = self.meters.peek()
+        self.log.watch({"kind": "step", "step": self.step, **self.where(at, self.meters.rate()), **values})
+        self.ticked = time.monotonic()
+
     def so_far(self) -> dict[str, float]:
         """Epochs and seconds of training, without evaluations and checkpoints."""
         return {"epoch": round(self.step / self.epoch_steps, 4), "seconds": round(self.meters.seconds, 3)}
@@ -208,8 +265,7 @@ class Engine:
             self.stop_diverged(bad, objective)
         self.meters.stop_clock()
         self.before = f"before, the loss was {values['loss']:.3g}, the gradient's norm {values['gradient_norm']:.3g}; "
-        record: dict[str, Any] = {"stage": at.stage.name, **self.so_far(), **values, "lr": lr}
-        record |= {"images_per_second": self.meters.images_per_second(), "steps": self.steps}
+        record = {**self.where(at, self.meters.images_per_second()), **values, "lr": lr}
         for callback in self.callbacks:
             record |= callback.log(self.step)
         self.log.add("train", self.step, record)

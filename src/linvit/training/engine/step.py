@@ -87,12 +87,20 @@ class Meters:
         found = dict(zip(self.names, values, strict=True))
         return {**found, "gradient_norm": norm}, int(good) if bad else None
 
+    def peek(self) -> dict[str, float]:
+        """This process's means so far, of which the sums go on."""
+        means = self.sums / (self.steps * self.config.accumulate)
+        return dict(zip(self.names, means.tolist(), strict=True))
+
+    def rate(self) -> float | None:
+        """Images a second since the clock started; asked when the device has caught up, as after `read` or `peek`."""
+        return round(self.timed * self.config.batch_size / (time.perf_counter() - self.began), 1) or None
+
     def images_per_second(self) -> float | None:
-        """Since the clock started; asked after `read`, when the device has caught up."""
-        if not self.timed:
-            return None
-        self.speeds.append(round(self.timed * self.config.batch_size / (time.perf_counter() - self.began), 1))
-        return self.speeds[-1]
+        """The rate, which counts for the run's speed."""
+        found = self.rate()
+        self.speeds += [found] if found is not None else []
+        return found
 
     @property
     def speed(self) -> float | None:

@@ -14,7 +14,7 @@ import torch
 from linvit.comparison.description.task import Task
 from linvit.comparison.results import Run, Speed
 from linvit.comparison.scheduling.store import ClaimLost, Store, hardware_for
-from linvit.errors import LinvitError, first_line
+from linvit.errors import LinvitError, reason
 from linvit.files import is_full
 
 Record = dict[str, Any]
@@ -124,7 +124,7 @@ def attempt(task: Task, store: Store, execute: Execute, *, device: str, shared: 
         raise
     except (Exception, SystemExit) as error:
         if is_full(error):
-            return {"kind": "stopped", "text": first_line(error)}
+            return {"kind": "stopped", "text": reason(error)}
         failure = store.failure(task, error)
     return {"kind": "failure", "failure": failure, "spoilt": clean_up()}
 

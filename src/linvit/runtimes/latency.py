@@ -1,0 +1,226 @@
+"""`bench edge`: how long one image takes a model and its converted selves, in the runtimes that devices have.
+
+Each model is exported and verified as `linvit.export` does it, or saved where PyTorch itself is the runtime, and opened
+in a process of its own: what it peaks at is its own memory. The processes are asked by turns, so that whatever happens
+to the machine meantime happens to all; a ratio is the median of the ratios within a turn. Beside the time stands the
+CPU's own, which on a machine that does other work too says more: with one thread it is the time on a free core.
+"""
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linvit.conversion import find_hosts, save
+from linvit.errors import LinvitError
+from linvit.measurement.model_speed import Convert, random_model
+from linvit.measurement.speed import failure
+from linvit.runtimes.exporting import export, find_target, picture_settings, size_of
+from linvit.runtimes.photographs import photographs
+from linvit.runtimes.process import Process
+from linvit.runtimes.verifying import TOLERANCES, answers, compare, prepared
+
+PYTORCH = ("eager", "compiled")
+RUNTIMES = (*PYTORCH, "onnx", "openvino", "executorch")
+SOFTMAX = "softmax"
+KEY = ("resolution", "threads", "runtime", "attention")
+WARM = 3  # calls before the clock starts
+LEAST, MOST = 5, 200  # turns
+VERIFIED = 2  # photographs
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a row from the others of its file."""
+    return tuple(row[name] for name in KEY)
+
+
+def sweep(
+    name: str,
+    converts: Mapping[str, Convert],
+    *,
+    sizes: list[tuple[int, int]],
+    threads: list[int],
+    runtimes: tuple[str, ...],
+    args: dict[str, Any],
+    done: frozenset[tuple[Any, ...]] = frozenset(),
+    budget: float = 3.0,
+) -> Iterator[dict[str, Any]]:
+    """Rows as they are measured: for each size, runtime and number of threads the original, then its twins."""
+    for runtime in runtimes:
+        if runtime not in PYTORCH:
+            find_target(runtime).check("fp32", False)
+    for convert in converts.values():  # what cannot be converted is told before anything is measured
+        random_model(name, sizes[0], args, convert)
+    for size in sizes:
+        models = {SOFTMAX: random_model(name, size, args)}
+        models |= {plan: random_model(name, size, args, convert) for plan, convert in converts.items()}
+        images = prepared(models[SOFTMAX], photographs(1), picture_settings(models[SOFTMAX]), size)
+        pixels = size[0] if size[0] == size[1] else f"{size[0]}x{size[1]}"
+        for runtime in runtimes:
+            setting = {"resolution": pixels, "runtime": runtime}
+            rows = [{**setting, "threads": n, "attention": a} for n, a in product(threads, models)]
+            rows = [{name: row[name] for name in KEY} for row in rows]
+            rows = [row for row in rows if key(row) not in done]
+            if rows:
+                with TemporaryDirectory() as folder:
+                    yield from measure(rows, models, images, Path(folder), budget)
+
+
+def measure(
+    rows: list[dict[str, Any]], models: Mapping[str, nn.Module], images: Tensor, folder: Path, budget: float
+) -> Iterator[dict[str, Any]]:
+    """The rows of one size in one runtime: the files first, then for each number of threads the times by turns."""
+    files: dict[str, Path] = {}
+    for attention in dict.fromkeys(row["attention"] for row in rows):
+        try:
+            files[attention] = write(models[attention], rows[0]["runtime"], folder / attention_file(attention))
+        except Exception as error:  # one that cannot be exported must not cost the others
+            for row in rows:
+                if row["attention"] == attention:
+                    row |= failure(error)
+    for threads in dict.fromkeys(row["threads"] for row in rows):
+        together = [row for row in rows if row["threads"] == threads and row["attention"] in files]
+        time_together(together, models, images, files, budget)
+    yield from rows
+
+
+def attention_file(attention: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in attention)
+
+
+def write(model: nn.Module, runtime: str, stem: Path) -> Path:
+    """The model as the runtime opens it, verified where it is a file of another."""
+    if runtime in PYTORCH:
+        save(model, stem)
+        return stem
+    return export(model, runtime, stem.with_suffix(find_target(runtime).suffix), count=VERIFIED).path
+
+
+def time_together(
+    rows: list[dict[str, Any]], models: Mapping[str, nn.Module], images: Tensor, files: dict[str, Path], budget: float
+) -> None:
+    """Fill rows of one setting with their times."""
+    array = images.numpy()
+    with ExitStack() as stack:
+        opened: list[tuple[dict[str, Any], Process]] = []
+        for row in rows:
+            how = row["runtime"] if row["runtime"] in PYTORCH else ""
+            path = files[row["attention"]]
+            try:
+                process = stack.enter_context(Process(path, threads=row["threads"], how=how))
+                found = [torch.from_numpy(part) for part in process.run(array)]
+                check = compare(
+                    answers(models[row["attention"]].eval(), images), found, (images.shape[2], images.shape[3])
+                )
+                right = check.relative <= TOLERANCES["fp32"]
+                row |= {"status": "ok" if right else "wrong", "error": min(check.relative, 1e30)}
+                row["file_bytes"] = sum(p.stat().st_size for p in path.iterdir()) if path.is_dir() else size_of(path)
+                if right:
+                    opened.append((row, process))
+            except Exception as error:
+                row |= failure(error)
+        turns = by_turns([process for _, process in opened], array, budget) if opened else []
+        for place, (row, process) in enumerate(opened):
+            row["peak_bytes"] = process.timed(array, 1)["peak_bytes"]
+            row["ms"], row["cpu_ms"] = (spread([turn[place][i] * 1e3 for turn in turns]) for i in (0, 1))
+            if opened[0][0]["attention"] == SOFTMAX:
+                row["ratio"], row["cpu_ratio"] = (median(turn[0][i] / turn[place][i] for turn in turns) for i in (0, 1))
+    for row in rows:
+        if row["status"] == "ok" and row["runtime"] == "eager":
+            row["layers"] = layer_times(models[row["attention"]], images, row["threads"])
+
+
+def by_turns(processes: list[Process], images: Any, budget: float) -> list[list[tuple[float, float]]]:
+    """Seconds and CPU seconds of a call of each, turn after turn: of a short burst the best, for the first after
+    another's is slow."""
+    once = sum(min(process.timed(images, WARM)["seconds"]) for process in processes) / len(processes)
+    burst = 3 if once < 0.2 else 2
+    count = max(LEAST, min(MOST, int(budget / (burst * once))))
+
+    def best(process: Process) -> tuple[float, float]:
+        found = process.timed(images, burst)
+        return min(found["seconds"][1:]), min(found["cpu_seconds"][1:])
+
+    return [[best(process) for process in processes] for _ in range(count)]
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    tenths = quantiles(samples, n=10, method="inclusive")
+    return {"p50": median(samples), "p90": tenths[8], "turns": len(samples)}
+
+
+def layer_times(model: nn.Module, images: Tensor, threads: int, calls: int = 5) -> dict[str, Any]:
+    """Milliseconds of each attention layer in PyTorch: all of it, and without its projections and norms, which is the
+    mechanism; and of the whole model, watched the same way."""
+    twin = copy.deepcopy(model).eval()
+    hosts = dict(find_hosts(twin))
+    spent: dict[str, float] = {}
+    starts: dict[int, float] = {}
+
+    def begin(module: nn.Module, _: Any) -> None:
+        starts[id(module)] = time.perf_counter()
+
+    def end(name: str) -> Any:
+        def hook(module: nn.Module, _: Any, __: Any) -> None:
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - starts[id(module)]
+
+        return hook
+
+    for name, host in hosts.items():
+        host.register_forward_pre_hook(begin)
+        host.register_forward_hook(end(f"{name}|all"))
+        for part, child in host.named_children():
+            if part != "mechanism":
+                child.register_forward_pre_hook(begin)
+                child.register_forward_hook(end(f"{name}|around"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            twin(images)
+            spent.clear()
+            start = time.perf_counter()
+            for _ in range(calls):
+                twin(images)
+            whole = time.perf_counter() - start
+    finally:
+        torch.set_num_threads(before)
+    scale = 1e3 / calls
+    return {
+        "model_ms": whole * scale,
+        "attention": [
+            {
+                "name": name,
+                "ms": spent[f"{name}|all"] * scale,
+                "mechanism_ms": (spent[f"{name}|all"] - spent.get(f"{name}|around", 0.0)) * scale,
+            }
+            for name in hosts
+            if f"{name}|all" in spent
+        ],
+    }
+
+
+def share(row: dict[str, Any], which: str = "mechanism_ms") -> float | None:
+    """How much of the model's time attention takes, where it was looked at layer by layer."""
+    if "layers" not in row:
+        return None
+    return sum(layer[which] for layer in row["layers"]["attention"]) / row["layers"]["model_ms"]
+
+
+def slower(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of converted models that are slower than the original."""
+    return [row for row in result["rows"] if row.get("ratio", 1.0) < 1.0]
+
+
+def check_runtimes(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in RUNTIMES:
+            raise LinvitError(f"unknown runtime '{name}'; known: {', '.join(RUNTIMES)}")
