@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -12,23 +10,11 @@ from typing import Any
 import pytest
 
 from linvit.comparison.reporting import gather, render
+from tests.comparison.browsing import NEEDS_BROWSER, Visit
 from tests.comparison.synthetic import MECHANISMS, write_store
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright: pip install playwright")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM, reason="the page's tests need a browser, and there is no chromium here: apt-get install chromium"
-)
+pytestmark = NEEDS_BROWSER
 EVIL = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -39,31 +25,6 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second = write_store(folder / "b", mode="distil", epochs=12)
     (folder / "report.html").write_text(render(gather([first, second])), encoding="utf-8")
     return folder / "report.html"
-
-
-class Visit:
-    """A page with what it complained of and asked for."""
-
-    def __init__(self, browser: Any, file: Path, width: int = 1600, scheme: str = "light", **context: Any) -> None:
-        viewport = {"width": width, "height": 900}
-        self.context = browser.new_context(viewport=viewport, color_scheme=scheme, offline=True, **context)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(file.as_uri())
-
-    def rows(self) -> list[str]:
-        return self.page.locator("#rows .opener").all_inner_texts()
-
-    def column(self, name: str) -> list[str]:
-        heads = self.page.locator("#rows th button").evaluate_all("heads => heads.map(head => head.dataset.sort)")
-        return self.page.locator(f"#rows tbody tr:not(.more) td:nth-child({heads.index(name) + 1})").all_inner_texts()
-
-    def points(self, chart: str) -> int:
-        return self.page.locator(f"#{chart} .point").count()
 
 
 @pytest.fixture
@@ -312,48 +273,3 @@ def test_the_answer_and_its_counts_follow_the_setting(visit: Visit) -> None:
     after = [visit.page.inner_text(part) for part in ("#title", "#facts")]
     assert "Distilled from softmax" in after[1] and after != before
     assert visit.page.locator("#lead b").count() >= 1 and visit.page.locator("h1").count() == 1
-
-
-def test_the_wide_interval_of_two_seeds_is_explained_beside_it(browser: Any, tmp_path: Path) -> None:
-    store = write_store(tmp_path / "s", mechanisms=["softmax", "stella"], patches=[4], seeds=[0, 1])
-    (tmp_path / "report.html").write_text(render(gather([store])), encoding="utf-8")
-    visit = Visit(browser, tmp_path / "report.html")
-    assert "± of two seeds is 12.7 standard errors" in visit.page.inner_text(".about")
-    visit.context.close()
-
-
-def test_on_a_phone_every_point_is_named_and_the_table_shows_that_it_scrolls(browser: Any, tmp_path: Path) -> None:
-    store = write_store(tmp_path / "s", patches=[4], devices=["cuda"], epochs=4)
-    (tmp_path / "report.html").write_text(render(gather([store])), encoding="utf-8")
-    visit = Visit(browser, tmp_path / "report.html", 390)
-    names = {
-        chart: visit.page.locator(f"#{chart} .name").evaluate_all(
-            "names => names.map(n => [...n.children].map(line => line.textContent).join(' '))"
-        )
-        for chart in ("pareto", "time", "curves")
-    }
-    assert sorted(names["pareto"]) == sorted(visit.rows())
-    for chart in ("time", "curves"):
-        assert len(names[chart]) == len(MECHANISMS) and not any("…" in name for name in names[chart])
-    assert visit.page.locator(".more-hint").is_visible() and visit.page.locator(".scroll.goes-on").count() == 1
-    visit.page.locator("#rows .scroll").evaluate("box => { box.scrollLeft = box.scrollWidth; }")
-    visit.page.wait_for_function("!document.querySelector('.scroll.goes-on')")
-    visit.context.close()
-    assert visit.complaints == []
-
-
-def test_lines_that_coincide_become_a_sentence(browser: Any, tmp_path: Path) -> None:
-    store = write_store(tmp_path / "s", mechanisms=["softmax", "sima", "cosformer"], patches=[4], devices=["cuda"])
-    for path in store.glob("speeds/*.json"):
-        data = json.loads(path.read_text())
-        for row in data["rows"]:
-            row["peak_bytes"] = row["batch"] * row["tokens"] * 2**10
-        path.write_text(json.dumps(data))
-    (tmp_path / "report.html").write_text(render(gather([store])), encoding="utf-8")
-    visit = Visit(browser, tmp_path / "report.html")
-    said = visit.page.inner_text("#memory")
-    assert (
-        "All 3 candidates lie within two percent of each other" in said and "0.25 at 256 tokens to 16 at 16,384" in said
-    )
-    assert visit.points("memory") == 0 and visit.points("time") > 5
-    visit.context.close()
