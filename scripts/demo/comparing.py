@@ -148,7 +148,7 @@ def cells(row: CandidateRow, top: int) -> list[str]:
     alone = next((timing.median for many, timing in speeds if not many and timing.size == row.label.size), None)
     gain = next((timing.ratio for many, timing in speeds if many and timing.size == top), None)
     return [
-        row.name,
+        row.label.candidate,
         "–" if before is None else f"{before:.1f} %",
         f"{row.score.mean:.1f} %",
         difference,

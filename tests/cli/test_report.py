@@ -15,7 +15,7 @@ def test_the_verb(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
     page, text = tmp_path / "report.html", tmp_path / "report.md"
     outcome = linvit("report", str(store), "-o", str(page), "--md", str(text))
     assert outcome.code == 0 and "stella" in outcome.out and str(page) in outcome.out
-    assert page.read_text().startswith("<!doctype html>") and text.read_text().startswith("On NVIDIA H200")
+    assert page.read_text().startswith("<!doctype html>") and text.read_text().startswith("Take stella")
     outcome = linvit("report", str(store), "--csv", "-")
     assert outcome.code == 0 and outcome.out.startswith("kind,setting")
     found = json.loads(linvit("report", str(store), "--json").out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -11,23 +10,11 @@ from typing import Any
 import pytest
 
 from linvit.comparison.reporting import gather, render
+from tests.comparison.browsing import NEEDS_BROWSER, Visit
 from tests.comparison.synthetic import MECHANISMS, write_store
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright: pip install playwright")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM, reason="the page's tests need a browser, and there is no chromium here: apt-get install chromium"
-)
+pytestmark = NEEDS_BROWSER
 EVIL = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +25,6 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second = write_store(folder / "b", mode="distil", epochs=12)
     (folder / "report.html").write_text(render(gather([first, second])), encoding="utf-8")
     return folder / "report.html"
-
-
-class Visit:
-    """A page with what it complained of and asked for."""
-
-    def __init__(self, browser: Any, file: Path, width: int = 1600, scheme: str = "light", **context: Any) -> None:
-        viewport = {"width": width, "height": 900}
-        self.context = browser.new_context(viewport=viewport, color_scheme=scheme, offline=True, **context)
-        self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(file.as_uri())
-
-    def rows(self) -> list[str]:
-        return self.page.locator("#rows .opener").all_inner_texts()
-
-    def column(self, name: str) -> list[str]:
-        heads = self.page.locator("#rows th button").evaluate_all("heads => heads.map(head => head.dataset.sort)")
-        return self.page.locator(f"#rows tbody tr:not(.more) td:nth-child({heads.index(name) + 1})").all_inner_texts()
-
-    def points(self, chart: str) -> int:
-        return self.page.locator(f"#{chart} .point").count()
 
 
 @pytest.fixture
@@ -311,11 +273,3 @@ def test_the_answer_and_its_counts_follow_the_setting(visit: Visit) -> None:
     after = [visit.page.inner_text(part) for part in ("#title", "#facts")]
     assert "Distilled from softmax" in after[1] and after != before
     assert visit.page.locator("#lead b").count() >= 1 and visit.page.locator("h1").count() == 1
-
-
-def test_the_wide_interval_of_two_seeds_is_explained_beside_it(browser: Any, tmp_path: Path) -> None:
-    store = write_store(tmp_path / "s", mechanisms=["softmax", "stella"], patches=[4], seeds=[0, 1])
-    (tmp_path / "report.html").write_text(render(gather([store])), encoding="utf-8")
-    visit = Visit(browser, tmp_path / "report.html")
-    assert "± of two seeds is 12.7 standard errors" in visit.page.inner_text(".about")
-    visit.context.close()

@@ -15,7 +15,7 @@ import pytest
 from linvit.comparison.reporting import Contents, gather, markdown, render, spreadsheet
 from linvit.comparison.reporting.answer import main_rows
 from linvit.comparison.reporting.caveats import caveats, inferred
-from linvit.comparison.reporting.payload import HUES, MARKERS, payload, styles, thinned
+from linvit.comparison.reporting.payload import HUES, MARKERS, SAFE_HUES, payload, styles, thinned
 from linvit.comparison.reporting.published import FAIR, claims, rankings
 from linvit.measurement.published import TABLES
 from linvit.tasks.classify.metrics import paired_difference
@@ -77,13 +77,14 @@ def test_inferred_formulas_are_called_inferred() -> None:
     assert "mobile" in said and "mixa" in said and "efficient" not in said
 
 
-def test_styles_are_unique_and_variants_share_a_hue() -> None:
+def test_every_candidate_has_its_own_colour() -> None:
     many = ["softmax", *(f"mechanism{i}" for i in range(22)), "xca", "xca:variant=fair"]
     made = styles(many)
-    assert len({tuple(style.values()) for style in made.values()}) == len(many)
-    assert made["softmax"]["hue"] == -1 and made["xca"]["hue"] == made["xca:variant=fair"]["hue"]
+    assert len({(style["hue"], style["shade"]) for style in made.values()}) == len(many)
+    assert made["softmax"]["hue"] == -1 and made == styles(reversed(many))
     assert all(-1 <= style["hue"] < HUES and 0 <= style["marker"] < MARKERS for style in made.values())
-    assert made == styles(reversed(many))
+    few = styles(["softmax", "qt", "xca", "xca:lpi=true"])
+    assert all(style["hue"] < SAFE_HUES and not style["shade"] for style in few.values())
 
 
 def test_long_curves_keep_their_ends() -> None:

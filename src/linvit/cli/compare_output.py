@@ -208,7 +208,7 @@ def print_setting(setting: Setting, keys: Sequence[str]) -> None:
     parts = {row.first.model.counted for row, _, _ in rows} - {None}
     notes += [f"MACs are of the {part}" for part in parts]
     first, _, clock = rows[0]
-    notes += [f"ms is one image of {first.label.size} px on {clock.chip}"] if clock else []
+    notes += [f"ms is one image of {first.label.size} px on {clock.chip}, timed alone"] if clock else []
     out.print("; ".join(notes) + ".", style="italic")
 
 
@@ -220,7 +220,8 @@ def result_cells(row: CandidateRow, timing: SpeedPoint | None) -> list[object]:
     delta = "–" if row.delta is None else f"{row.delta.mean:+.2f}{spread(row.delta.interval)}"
     model, latency = row.first.model, None if timing is None else timing.median
     counts = [f"{model.parameters / 1e6:.2f}", f"{model.macs / 1e6:,.0f}", "–" if latency is None else f"{latency:.2f}"]
-    return [row.name, row.patch or "–", score, delta, *counts]
+    name = f"{row.label.candidate} (teacher)" if row.is_teacher else row.label.candidate  # as one types it
+    return [name, row.patch or "–", score, delta, *counts]
 
 
 def json_rows(setting: Setting, keys: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -122,12 +122,15 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
 
 def astray(settings: Sequence[Setting]) -> str:
     """Where the times that were taken alone contradict the ratios."""
-    found: dict[str, set[str]] = defaultdict(set)
+    found: dict[str, dict[str, float]] = defaultdict(dict)
     for row in (row for setting in settings for row in setting.rows if not row.is_teacher):
         for ladder in row.ladders:
             how = f"{ladder.chip}, {ladder.what}{'' if ladder.many else ' of one image'}"
-            found[how] |= {f"{row.name} at {size} px" for size in ladder.astray}
-    said = [f"{how}: {listing(sorted(names))}" for how, names in found.items() if names]
+            found[how] |= {f"{row.name} at {size} px": max(f, 1 / f) - 1 for size, f in ladder.astray.items() if f > 0}
+    said = []
+    for how, apart in ((how, apart) for how, apart in found.items() if apart):
+        names = listing(list(apart)) if len(apart) <= 5 else f"{len(apart)} timings"
+        said.append(f"{how}: {names}, by up to {100 * max(apart.values()):.0f} %")
     return f"{ASTRAY} {'; '.join(said)}." if said else ""
 
 

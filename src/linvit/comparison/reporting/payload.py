@@ -16,7 +16,7 @@ from linvit.comparison.statistics.naming import readable
 from linvit.comparison.statistics.rows import BASELINE, CandidateRow, Setting, mean_of, teacher_of
 from linvit.comparison.statistics.speeds import Ladder, use_of
 
-HUES, MARKERS = 8, 9  # as many as the page's style sheet and script have
+HUES, SAFE_HUES, MARKERS = 16, 8, 9  # as many as the page's style sheet and script have
 LONGEST = 150  # points of a curve
 FIRST = ("castling", "stella", "mobile", "qt", "mixa")  # the five papers' come first, so that their hues differ
 
@@ -175,23 +175,23 @@ def ladder_data(ladder: Ladder, chips: list[str]) -> Json:
 
 
 def styles(candidates: Iterable[str]) -> dict[str, dict[str, int]]:
-    """A hue for each mechanism, nearly the same in every report, and a marker that tells those of one hue apart; a
-    mechanism's variants share its hue. Softmax is drawn in the colour of the text: hue -1."""
+    """A colour for each candidate, a hue and its shade, nearly the same in every report, and a marker that tells close
+    ones apart. Few candidates have the hues that every kind of colour vision tells apart. Softmax is drawn in the
+    colour of the text: hue -1."""
     given = sorted(set(candidates))
-    mechanisms = {candidate.partition(":")[0] for candidate in given} - {BASELINE}
+    mechanisms = {candidate.partition(":")[0] for candidate in given}
     order = list(dict.fromkeys([*FIRST, *list_mechanisms(), *sorted(mechanisms)]))
-    hues = {BASELINE: -1}
-    most = -(-len(mechanisms) // HUES)
-    for name in sorted(mechanisms, key=order.index):
-        wanted = (order.index(name) + h for h in range(HUES))
-        hues[name] = next(h % HUES for h in wanted if list(hues.values()).count(h % HUES) < most)
-    made: dict[str, dict[str, int]] = {}
+    hues = SAFE_HUES if len(given) <= SAFE_HUES + 1 else HUES
+    made: dict[str, dict[str, int]] = {BASELINE: {"hue": -1, "shade": 0, "marker": 0}}
+    taken: set[tuple[int, int]] = set()
     for candidate in sorted(given, key=lambda candidate: (order.index(candidate.partition(":")[0]), candidate)):
-        hue = hues[candidate.partition(":")[0]]
-        taken = {style["marker"] for style in made.values() if style["hue"] == hue}
-        free = [m * 4 % MARKERS for m in range(hue + 1, hue + 1 + MARKERS) if m * 4 % MARKERS not in taken]
-        made[candidate] = {"hue": hue, "marker": free[0] if free else 0}
-    return made
+        first = order.index(candidate.partition(":")[0])
+        wanted = ((shade, (first + h) % hues) for shade in range(len(given) + 1) for h in range(hues))
+        shade, hue = next(colour for colour in wanted if colour not in taken)
+        if candidate not in made:
+            taken.add((shade, hue))
+            made[candidate] = {"hue": hue, "shade": shade, "marker": (4 * hue + 3 * shade + 4) % MARKERS}
+    return {candidate: made[candidate] for candidate in given}
 
 
 def thinned(length: int) -> list[int]:

@@ -23,7 +23,7 @@ class Ladder:
     many: bool  # the batch of throughput, not one image
     points: tuple[SpeedPoint, ...]  # by tokens
     times: tuple[float | None, ...]  # ms an image on softmax's scale; where that has no time, as it was measured alone
-    astray: tuple[int, ...]  # sizes where softmax's own task and this one disagree on softmax's time
+    astray: dict[int, float]  # size: softmax's time in its own task over that in this one, where they disagree
     time: Fit | None
     memory: Fit | None
 
@@ -42,7 +42,7 @@ def ladders(speeds: Iterable[Speed]) -> list[Ladder]:
     for which, at_size in sorted(found.items()):
         points = tuple(at_size.values())
         memory = fit_exponent((p.tokens, p.peak_bytes / p.batch) for p in points if p.peak_bytes is not None)
-        made.append(fitted(Ladder(*which, points, tuple(map(alone, points)), (), None, memory)))
+        made.append(fitted(Ladder(*which, points, tuple(map(alone, points)), {}, None, memory)))
     return made
 
 
@@ -53,7 +53,8 @@ def normalised(ladder: Ladder, softmax: Sequence[Ladder]) -> Ladder:
         return ladder
     at = {point.size: point for point in base.points}
     times = tuple(on_scale(point, at.get(point.size)) for point in ladder.points)
-    astray = tuple(point.size for point in ladder.points if disagree(point, at.get(point.size)))
+    found = {point.size: disagreement(point, at.get(point.size)) for point in ladder.points}
+    astray = {size: factor for size, factor in found.items() if factor is not None}
     return fitted(replace(ladder, times=times, astray=astray))
 
 
@@ -72,14 +73,15 @@ def on_scale(point: SpeedPoint, softmax: SpeedPoint | None) -> float | None:
     return base / point.ratio if own is not None and base is not None and point.ratio else own
 
 
-def disagree(point: SpeedPoint, softmax: SpeedPoint | None) -> bool:
-    """Whether softmax's time in this task, which the ratio tells, and in its own lie further apart than their spread.
-    Of softmax in this task only the median is kept: its spread is taken to be the candidate's."""
+def disagreement(point: SpeedPoint, softmax: SpeedPoint | None) -> float | None:
+    """Softmax's time in its own task over that in this one, which the ratio tells, where they lie further apart than
+    their spread. Of softmax in this task only the median is kept: its spread is taken to be the candidate's."""
     own, base = point.milliseconds, softmax.milliseconds if softmax else None
     if own is None or base is None or softmax is None or not point.ratio or not own.median:
-        return False
+        return None
     here, there = point.ratio / point.batch, 1 / softmax.batch
-    return own.low * here > base.high * there or own.high * here < base.low * there
+    apart = own.low * here > base.high * there or own.high * here < base.low * there
+    return base.median * there / (own.median * here) if apart else None
 
 
 def chip_of(speed: Speed, point: SpeedPoint) -> str:

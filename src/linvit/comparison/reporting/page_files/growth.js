@@ -50,15 +50,29 @@ function growthLines(name) {
   }
   return { patch, lines, lost };
 }
+// Lines that nobody could tell apart are said, not drawn: two or more, over the same tokens, within two percent.
+function coincide(lines) {
+  const [first, ...rest] = lines.map(({ points }) => points);
+  const same = (points) => points.length === first.length && points.every((p, i) => closeTo(p, first[i]));
+  return rest.length > 0 && rest.every(same);
+}
+const closeTo = (a, b) => a.x === b.x && Math.max(a.y, b.y) <= 1.02 * Math.min(a.y, b.y);
+function sameSentence(lines, kind) {
+  const [low, high] = [lines[0].points[0], lines[0].points.at(-1)];
+  const to = low === high ? "" : ` to ${three(high.y)} at ${whole(high.x)}`;
+  return `All ${lines.length} candidates lie within two percent of each other: ${kind.title} ${three(low.y)} at ${whole(low.x)} tokens${to}.`;
+}
 const reason = (note) => (note.startsWith("left out") ? "too slow to be timed" : note);
 function drawQuantity(holder, name) {
   const kind = QUANTITIES[name], { patch, lines, lost } = growthLines(name);
   byId(`${name}-caption`).textContent = "";
   if (!lines.length) return nothing(holder, kind.none);
+  if (coincide(lines)) return nothing(holder, sameSentence(lines, kind));
   const all = lines.flatMap((line) => line.points), tokens = [...new Set(all.map((p) => p.x))].sort((a, b) => a - b);
   const write = ({ name, fit }) => `${name}${fit ? `  ${minus(fit.exponent.toFixed(2))}` : ""}`;
-  const room = 20 + Math.max(...lines.map(({ row, fit }) => widthOf(write({ name: shortName(row), fit }))));
-  const height = Math.max(heightFor(holder, 0.72, 340, 460), 80 + 13 * lines.length);
+  const names = lines.map(({ row, fit }) => wrapped(write({ name: row.name, fit }), holder));
+  const room = 20 + Math.max(...names.flat().map(widthOf));
+  const height = Math.max(heightFor(holder, 0.72, 340, 460), 80 + 13 * names.flat().length);
   const x = { values: tokens, log: true, title: "tokens", write: whole, ticks: tokens };
   const y = { values: all.map((p) => p.y), log: true, title: kind.title, write: three };
   const at = frame(holder, height, x, y, room), items = [], ends = [];
@@ -71,9 +85,9 @@ function drawQuantity(holder, name) {
     const tell = (p) => () => tellTiming(row, p, kind, fit);
     nodes.forEach((node, i) => items.push({ node, candidate: row.candidate, tell: tell(points[i]) }));
     const [px, py] = places.at(-1);
-    ends.push({ x: px, y: py, group, candidate: row.candidate, name: shortName(row), fit });
+    ends.push({ x: px, y: py, group, candidate: row.candidate, name: row.name, fit });
   }
-  endLabels(at, ends, write);
+  endLabels(at, ends, (end) => wrapped(write(end), holder));
   interactive(at, items);
   const sentence = ([why, names]) => `${why[0].toUpperCase()}${why.slice(1)}: ${names.join(", ")}.`;
   byId(`${name}-caption`).textContent = [

@@ -17,8 +17,9 @@ function drawCurves() {
   const from = learning.from === "late" ? longest / 2 : 0;
   const lines = rows.map((row) => ({ row, points: row.curve.filter(({ epoch }) => epoch >= from) }));
   const drawn = lines.filter(({ points }) => points.length), all = drawn.flatMap(({ points }) => points);
-  const room = 20 + Math.max(...drawn.map(({ row }) => widthOf(`${shortName(row)}  88.8`)));
-  const height = Math.max(heightFor(holder, 0.42, 340, 500), 80 + 13 * drawn.length);
+  const names = drawn.map(({ row }) => wrapped(`${row.name}  88.8`, holder));
+  const room = 20 + Math.max(...names.flat().map(widthOf));
+  const height = Math.max(heightFor(holder, 0.42, 340, 500), 80 + 13 * names.flat().length);
   const x = { range: [Math.min(...all.map(({ epoch }) => epoch)), longest], title: "epochs", write: three };
   const y = { values: all.flatMap(({ low, high }) => [low, high]), title: `${metric()}, %`, write: three };
   const at = frame(holder, height, x, y, room), items = [], ends = [];
@@ -32,9 +33,9 @@ function drawCurves() {
     group.append(node);
     at.root.append(group);
     items.push({ node, candidate: row.candidate, tell: () => tellCurve(row, last) });
-    ends.push({ x: px, y: py, group, candidate: row.candidate, name: shortName(row), value: last.mean });
+    ends.push({ x: px, y: py, group, candidate: row.candidate, name: row.name, value: last.mean });
   }
-  endLabels(at, ends, ({ name, value }) => `${name}  ${percent(value)}`);
+  endLabels(at, ends, ({ name, value }) => wrapped(`${name}  ${percent(value)}`, holder));
   interactive(at, items);
   const single = drawn.filter(({ row }) => row.seeds.length < 2).length;
   const bare = single ? `; ${plural(single, "line")} of a single seed ${single === 1 ? "has" : "have"} none` : "";

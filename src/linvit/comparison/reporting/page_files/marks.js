@@ -25,10 +25,11 @@ function star(tips, outer, inner) {
     return [Math.cos(angle) * far, Math.sin(angle) * far];
   });
 }
-const styleOf = (candidate) => D.styles[candidate] || { hue: -1, marker: 0 };
+const styleOf = (candidate) => D.styles[candidate] || { hue: -1, shade: 0, marker: 0 };
 function hueOf(candidate) {
-  const { hue } = styleOf(candidate);
-  return hue < 0 ? "var(--ink)" : `var(--h${hue})`;
+  const { hue, shade } = styleOf(candidate), full = `var(--h${hue})`;
+  if (hue < 0) return "var(--ink)";
+  return shade ? `color-mix(in oklab, ${full} ${Math.round(100 * 0.6 ** shade)}%, var(--soft))` : full;
 }
 function marker(candidate, r = 5, hollow = false) {
   const shape = SHAPES[styleOf(candidate).marker % SHAPES.length], colour = hueOf(candidate);

@@ -107,7 +107,7 @@ function drawPareto() {
   const log = pareto.log ? pareto.log === "log" : Math.max(...xs) / Math.min(...xs) > 8;
   const levels = near(ys, points.flatMap((p) => gain.ends(p.row) || []));
   const x = { values: xs, log, title: cost.title, write }, y = { values: levels, title: gain.title(), write: three };
-  const at = frame(holder, heightFor(holder, 0.5, 340, 580), x, y, 24);
+  const at = frame(holder, heightFor(holder, 0.5, spaceOf(holder) < 560 ? 520 : 340, 580), x, y, 24);
   const steps = best.map((p, i) => (i ? `H${at.X(p.x)}V${at.Y(p.y)}` : `M${at.X(p.x)},${at.Y(p.y)}`));
   at.root.append(svg("path", { class: "front", d: `${steps.join("")}H${at.right}` }));
   const items = points.map((p) => paretoItem(at, p, cost, gain));
@@ -115,10 +115,9 @@ function drawPareto() {
   const first = (p) => best.includes(p) || p.row.candidate === "softmax";
   const labels = points.map((p, i) => {
     const [px, py] = items[i].node.place;
-    return { x: px, y: py, text: at.narrow ? p.row.name : called(p.row), group: items[i].group, first: first(p) };
+    return { x: px, y: py, text: called(p.row), group: items[i].group, first: first(p) };
   });
-  const wanted = labels.filter((label) => label.first || !at.narrow).sort((a, b) => b.first - a.first);
-  placeLabels(at, wanted, boxes);
+  placeLabels(at, labels.sort((a, b) => b.first - a.first), boxes);
   interactive(at, items);
   byId("pareto-caption").textContent = paretoCaption(points, best, cost);
 }

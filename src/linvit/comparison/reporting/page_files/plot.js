@@ -78,7 +78,8 @@ function placeLabels(at, wanted, taken) {
   const within = ([x0, y0, x1, y1]) => x0 >= at.left - 4 && x1 <= at.width && y0 >= at.top - 14 && y1 <= at.bottom + 2;
   const meet = (a, b) => a[0] < b[2] && a[2] > b[0] && a[1] < b[3] && a[3] > b[1];
   for (const { x, y, text, group } of wanted) {
-    const place = freePlace(x, y, widthOf(text), (box) => within(box) && !boxes.some((other) => meet(box, other)));
+    const lines = wrap(text, at.narrow ? 18 : 44), size = [Math.max(...lines.map(widthOf)), 13 * lines.length];
+    const place = freePlace(x, y, size, (box) => within(box) && !boxes.some((other) => meet(box, other)));
     if (!place) continue;
     const { box, far } = place;
     boxes.push(box);
@@ -86,15 +87,29 @@ function placeLabels(at, wanted, taken) {
       const x2 = Math.min(Math.max(x, box[0]), box[2]), y2 = Math.min(Math.max(y, box[1]), box[3]);
       group.append(svg("line", { class: "leader", x1: x, y1: y, x2, y2 }));
     }
-    const middle = { x: (box[0] + box[2]) / 2, y: (box[1] + box[3]) / 2 + 4 };
-    group.append(svg("text", { class: "name", ...middle, "text-anchor": "middle" }, text));
+    group.append(named(lines, (box[0] + box[2]) / 2, box[1] + 10.5, { "text-anchor": "middle" }));
   }
 }
-function freePlace(x, y, width, free) {
-  for (const d of [9, 16, 26, 38])
+// A name in one line or more.
+function named(lines, x, y, attributes) {
+  const parts = lines.map((line, i) => svg("tspan", { x, y: y + 13 * i }, line));
+  return svg("text", { class: "name", ...attributes }, parts);
+}
+// Text in lines of at most so many letters: whole words where that is possible, and nothing cut off.
+function wrap(text, most) {
+  const lines = [""];
+  for (const word of text.split(/(?<=\s)/).flatMap((word) => word.match(new RegExp(`.{1,${most}}`, "gsu")) || []))
+    if ((lines.at(-1) + word).trimEnd().length > most) lines.push(word);
+    else lines[lines.length - 1] += word;
+  return lines.map((line) => line.trimEnd()).filter(Boolean);
+}
+const wrapped = (text, holder) => wrap(text, spaceOf(holder) < 460 ? 17 : 40);
+function freePlace(x, y, [width, height], free) {
+  for (const d of [9, 16, 26, 38, 54, 74, 98])
     for (const [dx, dy] of AROUND) {
-      const cx = x + dx * d + (Math.sign(dx) * Math.abs(dx) * width) / 2, cy = y + dy * (d + 2);
-      const box = [cx - width / 2, cy - 6.5, cx + width / 2, cy + 6.5];
+      const cx = x + dx * d + (Math.sign(dx) * Math.abs(dx) * width) / 2;
+      const cy = y + dy * (d + 2) + (Math.sign(dy) * (height - 13)) / 2;
+      const box = [cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2];
       if (free(box)) return { box, far: d > 16 };
     }
   return null;
@@ -102,18 +117,14 @@ function freePlace(x, y, width, free) {
 
 // Names at the ends of lines, pushed apart downwards and then upwards until none overlaps.
 function endLabels(at, ends, write) {
-  const sorted = [...ends].sort((a, b) => a.y - b.y), gap = 13, x = at.right + 12;
-  let last = -Infinity, limit = at.bottom + 4;
-  for (const end of sorted) last = end.place = Math.max(end.y, last + gap);
-  for (const end of sorted.toReversed()) limit = (end.place = Math.min(end.place, limit)) - gap;
-  for (const { group, candidate, place, ...end } of sorted) {
+  const sorted = ends.map((end) => ({ ...end, lines: write(end) })).sort((a, b) => a.y - b.y), x = at.right + 12;
+  let free = -Infinity, limit = at.bottom + 17;
+  for (const end of sorted) free = (end.place = Math.max(end.y, free)) + 13 * end.lines.length;
+  for (const end of sorted.toReversed()) limit = end.place = Math.min(end.place, limit - 13 * end.lines.length);
+  for (const { group, candidate, place, lines, ...end } of sorted) {
     const leader = `${end.x + 6},${end.y} ${at.right + 2},${end.y} ${x - 2},${place}`;
     const fill = `color-mix(in oklab, ${hueOf(candidate)} 82%, var(--ink))`;
     group.append(svg("polyline", { class: "leader", points: leader, fill: "none" }));
-    group.append(svg("text", { class: "name", x, y: place + 4, style: { fill } }, write(end)));
+    group.append(named(lines, x, place + 4, { style: { fill } }));
   }
-}
-function shortName(row) {
-  const most = spaceOf(byId("time")) < 460 ? 15 : 24;
-  return row.name.length > most ? `${row.name.slice(0, most - 1)}…` : row.name;
 }

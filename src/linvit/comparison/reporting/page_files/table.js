@@ -122,8 +122,16 @@ function drawTable() {
   const table = el("table", { "aria-labelledby": "h-table" }, el("thead", {}, head), body);
   const label = "Table of results, scrolls sideways";
   const box = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, table);
-  byId("rows").replaceChildren(el("p", { class: "about", role: "status" }, aboutTable(rows, columns)), box);
+  const hint = el("p", { class: "more-hint", "aria-hidden": "true" }, "more columns: scroll sideways →");
+  byId("rows").replaceChildren(el("p", { class: "about", role: "status" }, aboutTable(rows, columns)), hint, box);
   box.style.setProperty("--seen", `${box.clientWidth}px`);
+  const look = () => {
+    const left = box.scrollWidth - box.clientWidth - box.scrollLeft;
+    hint.hidden = box.scrollWidth <= box.clientWidth + 1;
+    box.classList.toggle("goes-on", left > 1);
+  };
+  box.addEventListener("scroll", look, { passive: true });
+  look();
 }
 function headCell(column) {
   const sorted = sorting.id === column.id ? (sorting.up ? "ascending" : "descending") : null;
@@ -143,11 +151,12 @@ function aboutTable(rows, columns) {
   }
   const astray = rows.filter((row) => [one(row), batch(row)].some((timing) => timing?.astray)).map(({ name }) => name);
   if (astray.length)
-    text.push(`† alone and side by side disagree by more than their spread (${astray.join(", ")}): the ratio counts.`);
+    text.push(`† alone and side by side disagree by more than their spread (${few(astray)}): the ratio counts.`);
   if (rows.some((row) => row.training.shared > 1)) text.push("* the device was shared while training.");
   if (rows.some((row) => row.seeds.length === 2)) text.push(TWO_SEEDS);
   return [...text, "Open a row for its runs."].join(" ");
 }
+const few = (names) => (names.length > 5 ? `${names.length} rows` : names.join(", "));
 function sortBy(column) {
   sorting.up = sorting.id === column.id ? !sorting.up : column.id === "name";
   sorting.id = column.id;
