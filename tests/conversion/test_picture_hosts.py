@@ -58,7 +58,7 @@ def test_sequences_know_the_picture_they_come_from(name: str) -> None:
 def test_learned_positions_find_their_grid_and_no_weight_is_lost(family: Family) -> None:
     model = family.build()
     before = copy.deepcopy(model.state_dict())
-    report = convert(model, "focused", drop=droppable(model), size=family.sizes[0])
+    report = convert(model, "focused", drop=droppable(model) - {"rotary"}, size=family.sizes[0])
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before.keys() - set(report.removed))
     with torch.no_grad():

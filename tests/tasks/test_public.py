@@ -46,7 +46,7 @@ def test_a_model_and_opened_sets(original: Path) -> None:
     assert "2 of 2" in str(found.report).splitlines()[0] or found.report.layers
     measured = evaluate(model, sets[1], teacher=linvit.load(original), **HERE)
     assert measured.top1 == found.last["top1"] and measured.agreement is not None
-    assert {record["kind"] for record in notes} == {"train", "eval"}
+    assert {record["kind"] for record in notes} >= {"train", "eval"}
 
 
 def test_a_converted_folder_learns_from_its_original(original: Path, tmp_path: Path) -> None:

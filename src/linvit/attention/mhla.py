@@ -32,7 +32,8 @@ Side = Annotated[int, Range(1, 64)]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A grid cut into `side` × `side` blocks of equal size, of which the last may be in part or wholly empty."""
+    """A grid cut into `side` × `side` blocks of equal size, of which the last may be in part or wholly empty. Batch and
+    heads are one axis meanwhile: runtimes of small devices know six."""
 
     grid: TokenGrid
     side: int
@@ -50,16 +51,16 @@ class Blocks:
         """Prefix tokens, and patches as `(batch, heads, blocks, places, channels)`; empty places are zero."""
         (rows, columns), side = self.block, self.side
         prefix, patches = self.grid.split(x)
-        picture = patches.unflatten(2, (self.grid.height, self.grid.width))
+        picture = patches.flatten(0, 1).unflatten(1, (self.grid.height, self.grid.width))
         picture = F.pad(picture, (0, 0, 0, side * columns - self.grid.width, 0, side * rows - self.grid.height))
-        tiles = picture.unflatten(3, (side, columns)).unflatten(2, (side, rows))
-        return prefix, tiles.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+        tiles = picture.unflatten(2, (side, columns)).unflatten(1, (side, rows))
+        return prefix, tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2).unflatten(0, x.shape[:2])
 
     def join(self, prefix: Tensor, tiles: Tensor) -> Tensor:
         """The inverse of `cut`."""
-        picture = tiles.unflatten(3, self.block).unflatten(2, (self.side, self.side)).transpose(3, 4)
-        picture = picture.flatten(4, 5).flatten(2, 3)[:, :, : self.grid.height, : self.grid.width]
-        return torch.cat((prefix, picture.flatten(2, 3)), dim=2)
+        picture = tiles.flatten(0, 1).unflatten(2, self.block).unflatten(1, (self.side, self.side)).transpose(2, 3)
+        picture = picture.flatten(3, 4).flatten(1, 2)[:, : self.grid.height, : self.grid.width]
+        return torch.cat((prefix, picture.flatten(1, 2).unflatten(0, tiles.shape[:2])), dim=2)
 
     def of_tokens(self, device: torch.device) -> Tensor:
         """The block of each patch."""
