@@ -27,6 +27,7 @@ from linvit.conversion.planning import (
     timing,
 )
 from linvit.conversion.planning import study as measure
+from tests.conversion.families import FAMILIES
 
 CPU = torch.device("cpu")
 VIT = {"embed_dim": 48, "depth": 4, "num_heads": 3, "img_size": 64, "num_classes": 5}
@@ -89,6 +90,13 @@ def test_costs_of_a_converted_layer_are_its_own() -> None:
     before, *after = layer_costs(model, (64, 64))
     assert before.mechanism == "softmax" and {cost.mechanism for cost in after} == {"stella"}
     assert all(cost.macs != before.macs for cost in after)
+
+
+def test_costs_of_a_model_that_looks_at_its_data() -> None:
+    """Gemma 4 asks where its padding is, which the meta device cannot tell."""
+    family = next(family for family in FAMILIES if family.model.startswith("gemma4"))
+    costs = layer_costs(family.build(), (family.size, family.width or family.size))
+    assert costs and all(cost.size is not None and cost.macs > 0 for cost in costs)
 
 
 def test_a_size_that_the_model_cannot_take_is_one_line() -> None:

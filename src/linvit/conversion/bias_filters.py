@@ -100,7 +100,8 @@ def branch_of(mechanism: Mechanism) -> GridConv | None:
 def fit_filters(model: nn.Module, steps: "Iterable[Step]", size: tuple[int, int] | None = None) -> dict[str, float]:
     """Let the local branches of these steps do what the relative biases did that they give up, which the model still
     has. Gives the share of it that each explains, by layer."""
-    from linvit.conversion.convert import image_part, install, own_size
+    from linvit.conversion.convert import install, own_size
+    from linvit.conversion.dry_run import image_part
 
     wanted = {step.name: step for step in steps if BIAS in step.dropped and branch_of(step.mechanism) is not None}
     if not wanted:

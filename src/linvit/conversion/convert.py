@@ -12,6 +12,7 @@ from torch import nn
 from linvit.attention import Mechanism, TokenGrid, create_attention, mechanism_class
 from linvit.attention.local import begin_at_zero
 from linvit.conversion.bias_filters import fit_filters
+from linvit.conversion.dry_run import dry_run
 from linvit.conversion.grids import Grids, stem, watch
 from linvit.conversion.host import FEATURES, Ask, Host
 from linvit.conversion.hosts import host_for, host_of
@@ -283,13 +284,6 @@ def own_size(model: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size[-2:])
 
 
-def image_part(model: nn.Module) -> nn.Module:
-    """The part of a model that images go through without being looked at: of a detector or a segmenter its backbone,
-    for what its head does depends on what is in them."""
-    backbone = getattr(model, "backbone", None)
-    return backbone if isinstance(backbone, nn.Module) and hasattr(backbone, "trunk") else model
-
-
 def probe_grids(
     model: nn.Module,
     hosts: list[tuple[str, nn.Module]],
@@ -323,26 +317,9 @@ def probe_grids(
                 found[name] = grid
 
         handles.append(module.register_forward_pre_hook(see, with_kwargs=True))
-    part = image_part(model)
-    # Every module once: functional_call would not put back what it finds under two names (CoaT shares modules).
-    meta = {
-        f"{owner}.{name}" if owner else name: tensor.to("meta")
-        for owner, module in part.named_modules()
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    }
-    channels = getattr(getattr(part, "trunk", part), "in_chans", 3)
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        with torch.no_grad():
-            picture = torch.empty(1, channels, *size, device="meta")
-            try:
-                torch.func.functional_call(part.eval(), meta, (picture,), tie_weights=False)
-            except (RuntimeError, NotImplementedError):  # a model that looks at its data, as Gemma 4 for padding
-                part(torch.zeros_like(picture, device=next(model.parameters()).device))
+        dry_run(model, size)
     finally:
-        part.train()  # timm's LeViT forgets the biases it cached in evaluation mode only so
-        for module, training in modes:
-            module.training = training
         for handle in handles:
             handle.remove()
     return found

@@ -17,7 +17,8 @@ from torch import nn
 
 from linvit.attention import TokenGrid
 from linvit.codec import to_plain
-from linvit.conversion.convert import Step, build_mechanism, find_hosts, image_part, install, names_to_drop
+from linvit.conversion.convert import Step, build_mechanism, find_hosts, install, names_to_drop
+from linvit.conversion.dry_run import image_part
 from linvit.conversion.enclosure import enclosed
 from linvit.conversion.host import Host
 from linvit.conversion.plan import Choice

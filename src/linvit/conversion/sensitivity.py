@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.conversion.convert import find_hosts, find_steps, image_part, install, names_to_drop
+from linvit.conversion.convert import find_hosts, find_steps, install, names_to_drop
+from linvit.conversion.dry_run import image_part
 from linvit.conversion.plan import Plan, as_plan
 from linvit.errors import LinvitError
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import linvit
 from linvit import LinvitError
 from linvit.conversion import as_plan
-from linvit.conversion.convert import image_part
+from linvit.conversion.dry_run import image_part
 from linvit.models import dense, named
 from linvit.models.backbones import Backbone, make_backbone
 from linvit.models.backbones.trunks import maps_of

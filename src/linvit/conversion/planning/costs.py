@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from linvit.attention import Mechanism, Size
-from linvit.conversion.convert import current_mechanism, find_hosts, find_steps, image_part, install
+from linvit.conversion.convert import current_mechanism, find_hosts, find_steps, install
+from linvit.conversion.dry_run import dry_run
 from linvit.conversion.plan import Choice, Plan, Rule
 from linvit.errors import LinvitError
 
@@ -49,7 +50,6 @@ def layer_costs(model: nn.Module, size: tuple[int, int]) -> list[LayerCost]:
     steps, _ = find_steps(twin, native_plan(twin), (), size=size)
     install(twin, [step for step in steps if step.name in fresh])
     sizes: dict[str, list[tuple[Size, int]]] = {}
-    handles = []
     for name, module in find_hosts(twin):
         mechanism = getattr(module, "mechanism", None)
 
@@ -58,34 +58,15 @@ def layer_costs(model: nn.Module, size: tuple[int, int]) -> list[LayerCost]:
             sizes.setdefault(name, []).append((call, mechanism.macs(call)))
 
         if isinstance(mechanism, Mechanism):
-            handles.append(mechanism.register_forward_pre_hook(see, with_kwargs=True))
-    run_once(twin, size)
-    for handle in handles:
-        handle.remove()
+            mechanism.register_forward_pre_hook(see, with_kwargs=True)
+    with told(size):
+        dry_run(twin, size)
     found = []
     for index, (name, module) in enumerate(find_hosts(model)):
         calls = sizes.get(name, [])
         size_of = calls[0][0] if calls else None
         found.append(LayerCost(index, name, current_mechanism(module), size_of, sum(macs for _, macs in calls)))
     return found
-
-
-def run_once(twin: nn.Module, size: tuple[int, int]) -> None:
-    """One picture through a model that may be spoiled: on the meta device, or in earnest where it looks at its data."""
-    part = image_part(twin).eval()
-    channels = getattr(getattr(part, "trunk", part), "in_chans", 3)
-    with torch.no_grad(), told(size):
-        try:
-            part.to("meta")(torch.empty(1, channels, *size, device="meta", dtype=dtype_of(part)))
-        except NotImplementedError:
-            part.to_empty(device="cpu")
-            for parameter in part.parameters():
-                parameter.zero_()
-            part(torch.zeros(1, channels, *size, dtype=dtype_of(part)))
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 @contextmanager

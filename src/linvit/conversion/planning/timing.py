@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from linvit import clock
-from linvit.conversion.convert import find_hosts, image_part
+from linvit.conversion.convert import find_hosts
+from linvit.conversion.dry_run import image_part
 from linvit.conversion.planning.costs import told
 from linvit.errors import LinvitError, unknown
 

@@ -153,8 +153,8 @@ def to_original(prediction: Any, target: Target) -> Any:
 
 
 def stretch(maps: Tensor, target: Target) -> Tensor:
-    """Maps `(…, height, width)` without their padding, at the original's size. What is no number is taken from the
-    nearest pixel."""
+    """Maps `(…, height, width)` without their padding, at the original's size. Integer and boolean maps are
+    taken from the nearest pixel."""
     height, width = target["size"].tolist()
     size = tuple(target["original"].tolist())
     flat = maps[..., :height, :width].reshape(1, -1, height, width)
