@@ -233,13 +233,21 @@ class Mechanism(nn.Module):
 
         It takes `key_grid`, `mask`, `bias` and `rotary` as a call does.
         """
+        q, k, call, nothing = self.entered(q, k, grid, **given)
+        with outside_autocast(q.device):
+            found = self.implied_map(q, k, call)
+        return found if nothing is None else found.masked_fill(nothing, 0.0)
+
+    def entered(
+        self, q: Tensor, k: Tensor, grid: TokenGrid | None = None, **given: Any
+    ) -> tuple[Tensor, Tensor, Call, Tensor | None]:
+        """q, k and the call as `core` and `implied_map` take them, and which images a mask leaves no key."""
         call = self._check(q, k, None, grid, **given)
         k = call.keep(k)
         call, nothing = call.with_some_key()
         with outside_autocast(q.device):
             q, k, call = self.enter(q, k, call)
-            found = self.implied_map(lift(q), lift(k), call)
-        return found if nothing is None else found.masked_fill(nothing, 0.0)
+        return lift(q), lift(k), call, nothing
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor | None, grid: TokenGrid | None, key_grid: TokenGrid | None = None,

@@ -43,12 +43,18 @@ def native_plan(model: nn.Module) -> Plan:
     return Plan("native", None, rules)
 
 
+def host_every_layer(model: nn.Module, size: tuple[int, int]) -> None:
+    """Make hosts of the layers that are none yet, each of its native mechanism, in place: the model computes what it
+    did, and its mechanisms can be watched."""
+    fresh = [name for name, module in find_hosts(model) if not hasattr(module, "mechanism")]
+    steps, _ = find_steps(model, native_plan(model), (), size=size)
+    install(model, [step for step in steps if step.name in fresh])
+
+
 def layer_costs(model: nn.Module, size: tuple[int, int]) -> list[LayerCost]:
     """What each layer costs for one picture, as the model is now. The model is not touched."""
     twin = copy.deepcopy(model)
-    fresh = [name for name, module in find_hosts(twin) if not hasattr(module, "mechanism")]
-    steps, _ = find_steps(twin, native_plan(twin), (), size=size)
-    install(twin, [step for step in steps if step.name in fresh])
+    host_every_layer(twin, size)
     sizes: dict[str, list[tuple[Size, int]]] = {}
     for name, module in find_hosts(twin):
         mechanism = getattr(module, "mechanism", None)
