@@ -40,6 +40,7 @@ VERBS = {  # in the order of the help; `linvit.cli` has what they do
     "export": "Write a model for another runtime, verified.",
     "compare": "Compare mechanisms fairly, here or on a cluster.",
     "report": "Write the report of a comparison.",
+    "serve": "Show on a page what the attention does.",
     "bench": "Measure speed and memory against softmax.",
     "show": "Draw what was measured.",
 }

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from linvit.cli import bench_edge, compare, convert, export, plan, predict, report, show, tables, theory, train
+from linvit.cli import bench_edge, compare, convert, export, plan, predict, report, serve, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.cli.output import flush, say, settle_streams
@@ -52,6 +52,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "export": export.export,
     "compare": compare.compare,
     "report": report.report,
+    "serve": serve.serve,
 }
 GROUPS = {"bench": bench_edge.app, "show": show.app}  # verbs with verbs of their own
 for name, function in FUNCTIONS.items():
