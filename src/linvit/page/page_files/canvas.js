@@ -17,7 +17,7 @@ export function heat(values, height, width) {
   values.forEach((x, i) => {
     const share = Math.abs(x) / most;
     const [r, g, b] = colour(x < 0 ? COLD : WARM, share);
-    image.data.set([r, g, b, 255 * (0.62 + 0.3 * share)], 4 * i);
+    image.data.set([r, g, b, 255 * (0.55 + 0.27 * share)], 4 * i);
   });
   context.putImageData(image, 0, 0);
   return canvas;

@@ -86,7 +86,7 @@ export class Latency {
     const parts = [];
     for (const share of [0, 0.5, 1]) {
       parts.push(svg("line", { class: "grid", x1: left, x2: width - 20, y1: y(share * most), y2: y(share * most) }));
-      parts.push(svg("text", { x: left - 8, y: y(share * most) + 4, "text-anchor": "end" }, three(share * most)));
+      parts.push(svg("text", { x: left - 8, y: y(share * most) + 4, "text-anchor": "end" }, share ? three(share * most) : "0"));
     }
     let free = -Infinity; // where the next label may begin
     for (const size of sizes) {

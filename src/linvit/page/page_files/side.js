@@ -170,7 +170,7 @@ export class Side {
       if (row.prefix) parts.push(`; ${percent(row.rest)} to ${row.prefix === 1 ? "the class token" : `${row.prefix} prefix tokens`}`);
     }
     const notes = [this.state.show === "attention" ? layer.note : "", ...found.notes].filter(Boolean);
-    if (notes.length) parts.push(`. ${notes.join("; ")}`);
+    if (notes.length) parts.push(`. ${notes.map((note) => note[0].toUpperCase() + note.slice(1)).join(". ")}`);
     this.about.replaceChildren(...parts, ".");
   }
 }
