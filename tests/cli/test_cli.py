@@ -72,6 +72,7 @@ VERBS = {
         *("--only", "--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
     },
     "report": {"stores", "--output", "--md", "--csv", "--json"},
+    "serve": {"models", "--plan", "--size", "--port", "--host", "--pretrained", "--fetch", "--device", "--json"},
     "bench op": {
         *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--bias", "--passes"),
         *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),

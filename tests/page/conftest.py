@@ -10,17 +10,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import uvicorn
+from starlette.testclient import TestClient
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
-import uvicorn  # noqa: E402
-from starlette.testclient import TestClient  # noqa: E402
-
-from linvit import convert, save  # noqa: E402
-from linvit.page import Page, make_app  # noqa: E402
-from linvit.page.app import listen  # noqa: E402
-from linvit.page.catalogue import Catalogue  # noqa: E402
+from linvit import convert, save
+from linvit.page import Page, make_app
+from linvit.page.app import listen
+from linvit.page.catalogue import Catalogue
 
 
 @pytest.fixture(scope="package")

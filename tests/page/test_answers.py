@@ -286,3 +286,27 @@ def test_a_taken_port_and_a_wrong_host_are_one_line() -> None:
 def test_three_plans_are_one_too_many() -> None:
     with pytest.raises(LinvitError, match="two plans"):
         Catalogue([], ["stella", "mixa", "qt"])
+
+
+def test_a_detectors_objects_are_drawn(tmp_path: Path) -> None:
+    """The maps are those of its backbone, on the picture as it takes it."""
+    import timm
+
+    from linvit import save
+    from linvit.page import make_app
+
+    torch.manual_seed(0)
+    small = {"depth": 2, "embed_dim": 48, "num_heads": 3, "img_size": 64}
+    detector = timm.create_model(
+        "faster_rcnn", backbone="vit_tiny_patch16_224", backbone_args=small, num_classes=3, pyramid="simple"
+    )
+    save(detector, tmp_path / "detector")
+    name = str(tmp_path / "detector")
+    page = Page(Catalogue([name], device="cpu"))
+    asked = {"picture": "flower", "model": name, "plan": "stella", "size": min(page.catalogue.base(name).sizes)}
+    with TestClient(make_app(page), base_url="http://localhost") as client:
+        seen = found(client.post("/api/look", json=asked))
+        assert "objects" in seen["answer"] and seen["answer"]["drawn"].startswith("data:image/jpeg")
+        layer = seen["layers"][1]
+        assert layer["mechanism"] == "stella" and layer["grid"] == [seen["height"] // 16, seen["width"] // 16]
+        assert client.get(f"/api/row?look={seen['look']}&layer=1&query=0.5,0.5").status_code == 200

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from linvit.cli import arguments
-from linvit.cli.output import Json, console, print_json, say
+from linvit.cli.output import Json, console, flush, print_json, say
 from linvit.errors import LinvitError
 
 PORT = 8765
@@ -46,9 +46,7 @@ def serve(
     if not as_json:
         console(stderr=True).print("opening models")
     try:
-        catalogue = Catalogue(
-            models or [USUAL], split_plans(plan), pretrained=pretrained, fetch=fetch, device=device
-        )
+        catalogue = Catalogue(models or [USUAL], split_plans(plan), pretrained=pretrained, fetch=fetch, device=device)
     except LinvitError:
         if models or not pretrained:
             raise
@@ -62,5 +60,6 @@ def serve(
         else:
             notes = [f"{base.name} has {base.note}" for base in catalogue.named.values() if base.note]
             say(*notes, f"{address}  (Ctrl-C ends it)")
+        flush()
 
     run_server(page, host, port, ready)

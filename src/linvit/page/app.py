@@ -135,7 +135,9 @@ def make_app(page: Page, host: str = "127.0.0.1") -> Starlette:
     async def send_picture(request: Request) -> Response:
         data = await body(request, MOST_BYTES)
         pixels = await run_in_threadpool(decode, data)
-        return JSONResponse({"picture": page.pictures.keep(pixels), "height": pixels.shape[1], "width": pixels.shape[2]})
+        return JSONResponse(
+            {"picture": page.pictures.keep(pixels), "height": pixels.shape[1], "width": pixels.shape[2]}
+        )
 
     async def look(request: Request) -> Response:
         asked = await fields(request)

@@ -24,7 +24,7 @@ from linvit.training import Processes
 
 USUAL = "deit_tiny_patch16_224"
 AS_IT_IS = "as it is"  # the plan of a model that is not converted
-PLANS = (AS_IT_IS, "mixa")  # what is shown first
+SHALLOW = 6  # layers, all of which MixA would keep quadratic
 ROOM = 3 * 2**30  # bytes of models
 MOST_WEIGHTS = 400_000_000  # of a model that the page names
 STOPS = (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4)  # of the resolution, by the model's own
@@ -97,7 +97,9 @@ class Catalogue:
     def from_timm(self, name: str) -> Base:
         weights = weights_of(name)
         if weights > MOST_WEIGHTS:
-            raise LinvitError(f"{name} has {weights / 1e6:,.0f} million weights: name it at the start, linvit serve {name}")
+            raise LinvitError(
+                f"{name} has {weights / 1e6:,.0f} million weights: name it at the start, linvit serve {name}"
+            )
         return self.opened(name, self.fetch or fetched_before(name))
 
     def plan(self, text: str) -> Plan | None:
@@ -115,7 +117,8 @@ class Catalogue:
     def choices(self) -> dict[str, Any]:
         """What the page offers."""
         first = next(iter(self.named), USUAL)
-        plans = [*self.plans, *PLANS[len(self.plans) :]][:2]
+        shallow = first in self.named and len(find_hosts(self.named[first].model)) <= SHALLOW
+        plans = [*self.plans, *(AS_IT_IS, "stella" if shallow else "mixa")[len(self.plans) :]]
         everything = [*self.plans, AS_IT_IS, *list_plans(), *list_mechanisms()]
         return {
             "models": list(self.named),
@@ -157,6 +160,5 @@ def fetched_before(name: str) -> bool:
     """Whether the hub's cache has a model's weights, so that they can be had without a download."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = timm.get_pretrained_cfg(name)
-    hub = getattr(config, "hf_hub_id", None)
-    return bool(hub) and any(isinstance(try_to_load_from_cache(hub, f), str) for f in ("model.safetensors",))
+    hub: str | None = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
+    return hub is not None and isinstance(try_to_load_from_cache(hub, "model.safetensors"), str)
