@@ -115,16 +115,17 @@ class Catalogue:
         return plan
 
     def choices(self) -> dict[str, Any]:
-        """What the page offers."""
-        first = next(iter(self.named), USUAL)
-        shallow = first in self.named and len(find_hosts(self.named[first].model)) <= SHALLOW
-        plans = [*self.plans, *(AS_IT_IS, "stella" if shallow else "mixa")[len(self.plans) :]]
+        """What the page offers, and what it begins with: the first two models, or one by two plans."""
+        names = list(self.named) or [USUAL]
+        shallow = names[0] in self.named and len(find_hosts(self.named[names[0]].model)) <= SHALLOW
+        other = AS_IT_IS if len(names) > 1 else "stella" if shallow else "mixa"
+        plans = [*self.plans, *(AS_IT_IS, other)[len(self.plans) :]]
         everything = [*self.plans, AS_IT_IS, *list_plans(), *list_mechanisms()]
         return {
-            "models": list(self.named),
+            "models": names,
             "timm": sorted(self.timm),
             "plans": [plan for plan in dict.fromkeys(everything) if plan != "auto"],
-            "sides": [{"model": first, "plan": plan} for plan in plans],
+            "sides": [{"model": names[min(i, len(names) - 1)], "plan": plan} for i, plan in enumerate(plans)],
         }
 
 

@@ -47,6 +47,7 @@ export async function work(address, asked, tell, signal) {
   const response = await answered(address, { method: "POST", body: JSON.stringify(asked), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
+  let found = null;
   for (;;) {
     const { done, value } = await reader.read();
     const lines = (rest + (value || "")).split("\n");
@@ -54,9 +55,10 @@ export async function work(address, asked, tell, signal) {
     for (const line of lines) {
       const event = JSON.parse(line);
       if (event.error) throw new Refusal(event.error, 422);
-      if (event.found) return event.found;
-      tell(event);
+      if (event.found) found = event.found;
+      else tell(event);
     }
+    if (done && found) return found;
     if (done) throw new Refusal("the server ended the work", 0);
   }
 }
