@@ -103,7 +103,7 @@ def open_original(converted: nn.Module, name: str) -> nn.Module:
     conversions: list[Conversion] = getattr(converted, "linvit_conversions", [])
     if not conversions:
         raise LinvitError(
-            "the recipe learns from a teacher: give --teacher, --plan to learn from the original, or --recipe finetune"
+            "the recipe learns from a teacher: give --plan to learn from the original, --teacher, or a recipe without one"
         )
     source = conversions[0].source or Source()
     if source.folder and Path(source.folder).is_dir():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from linvit.conversion import Plan, open_model
+from linvit.conversion.rebuilding import hugging
 from linvit.conversion.saving import read_config
 from linvit.errors import LinvitError
 from linvit.images import Progress, quiet
@@ -113,10 +114,15 @@ def head_of(model: Model) -> str:
 
 
 def is_bare(model: Model) -> bool:
-    """Whether a model says that it has no classifier; a timm name says nothing."""
+    """Whether a model says that it has no classifier, or is one of Hugging Face's without; a timm name says nothing."""
     if isinstance(model, nn.Module):
-        return getattr(model, "num_classes", None) == 0
-    return not is_name(model) and read_config(Path(model)).args.get("num_classes") == 0
+        bare = hugging(model) and type(model).__name__.endswith("Model")
+        return bare or getattr(model, "num_classes", None) == 0
+    if is_name(model):
+        return False
+    config = read_config(Path(model))
+    bare = config.model.startswith("transformers:") and config.model.endswith("Model")
+    return bare or config.args.get("num_classes") == 0
 
 
 def start_model(model: Model, seed: int, *, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
