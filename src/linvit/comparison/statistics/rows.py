@@ -228,6 +228,7 @@ def title(rows: Sequence[CandidateRow]) -> str:
     )
     words += [f"recipe {config['recipe']}"] if config.get("recipe") else []
     words += [f"{config['epochs']:g} epochs"] if isinstance(config.get("epochs"), int | float) else []
+    words += [f"stages {' '.join(stage['name'] for stage in config['stages'])}"] if run.identity.task else []
     return ", ".join(words)
 
 
