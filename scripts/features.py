@@ -27,7 +27,9 @@ METRICS = {"knn": "kNN", "probe": "probe", "neighbours": "neighbours", "patch_co
 
 def groups(runs: Iterable[Run]) -> Groups:
     """The runs of features; what all of them changed is the recipe here, and no variant."""
-    chosen = [(run, changes(run.identity.config, "features").split()) for run in runs if run.identity.task == "features"]
+    chosen = [
+        (run, changes(run.identity.config, "features").split()) for run in runs if run.identity.task == "features"
+    ]
     shared = set.intersection(*(set(words) for _, words in chosen)) if chosen else set()
     found: dict[tuple[str, str], list[Run]] = {}
     for run, words in chosen:
@@ -49,7 +51,8 @@ def between(row: CandidateRow, base: CandidateRow | None, metric: str) -> Differ
         return None
     main = row.metric == metric
     ours, theirs = (
-        {run.seed: (run.score, run.right) if main else run.right_by(metric) for run in each.runs} for each in (row, base)
+        {run.seed: (run.score, run.right) if main else run.right_by(metric) for run in each.runs}
+        for each in (row, base)
     )
     return difference(ours, theirs)
 

@@ -34,7 +34,9 @@ def changes(config: Mapping[str, Any], task: str = "classify") -> str:
         share = round(given["epochs"] / whole * of, 3)
         found += [f"stages.{name}.epochs={share:g}"] if share != stage["epochs"] else []
         found += [
-            f"stages.{name}.{key}={value}" for key, value in given.items() if key != "epochs" and value != stage.get(key)
+            f"stages.{name}.{key}={value}"
+            for key, value in given.items()
+            if key != "epochs" and value != stage.get(key)
         ]
     return " ".join(found)
 

@@ -114,7 +114,7 @@ def test_a_stage_goes_through_image_sizes() -> None:
     assert ladder.change_batch([IMAGES], 18)[0].shape[-1] == 32
     config = override(recipe("fast", task="features"), ["stages.final.sizes=112,224", "size=224"])
     assert config.sides == {112, 224} and "sizes" not in config.to_dict()["stages"][0]
-    with pytest.raises(LinvitError, match="a stage has images of 448 pixels, and they are read at 224: set size=448"):
+    with pytest.raises(LinvitError, match="a stage has images of 448 pixels, read at 224: set size=448"):
         override(config, ["stages.final.sizes=224,448"])
 
 

@@ -110,7 +110,9 @@ def print_features(found: "FeatureEvaluation") -> None:
     shown, images = shown_metrics(metrics), f"{found.images:,} images"
     if "patch_cosine" in metrics:
         patch, whole = (shown[f"{part} cosine"] for part in ("patch", "class"))
-        out.print(styled("cosine with the teacher: patch ", (patch, "bold"), ", class ", (whole, "bold"), f" on {images}"))
+        out.print(
+            styled("cosine with the teacher: patch ", (patch, "bold"), ", class ", (whole, "bold"), f" on {images}")
+        )
     if "neighbours" in metrics:
         out.print(styled("the same nearest neighbour for ", (f"{shown['neighbours']} %", "bold")))
     for name in ("knn", "probe"):

@@ -223,7 +223,7 @@ class Config:
             raise LinvitError("two stages have one name")
         largest = max((size for stage in self.stages for size in stage.sizes), default=0)
         if self.size is not None and largest > self.size:
-            raise LinvitError(f"a stage has images of {largest} pixels, and they are read at {self.size}: set size={largest}")
+            raise LinvitError(f"a stage has images of {largest} pixels, read at {self.size}: set size={largest}")
 
     def scaled(self, lr: float) -> float:
         """A learning rate at this batch size."""

@@ -51,7 +51,7 @@ def test_the_features_come_back(photos: Path, plan: str, least: float) -> None:
     notes = [record["text"] for record in heard if record["kind"] == "note"]
     assert f"{photos} has no splits: 9 of its 96 images are held out for validation" in notes
     assert any("final: the loss is how far the final features are" in note for note in notes)
-    before, after = [record for record in heard if record["kind"] == "eval"][0], found.last
+    before, after = next(record for record in heard if record["kind"] == "eval"), found.last
     assert set(after) == {"cosine", "patch_cosine", "class_cosine", "neighbours"}
     for name in ("patch_cosine", "class_cosine"):
         assert after[name] > least and 1 - after[name] < 0.55 * (1 - before[name]), name
@@ -121,11 +121,11 @@ def test_labels_are_not_learnt_from(labelled: Path, tmp_path: Path) -> None:
     for data in (labelled, mixed):
         train, validation = open_data(data)
         for split in (train, validation):
-            order = sorted(range(len(split)), key=lambda i: Path(split.filename(i)).read_bytes())  # noqa: B023
+            order = sorted(range(len(split)), key=lambda i: Path(split.filename(i)).read_bytes())
             split.source, split.labels = split.source.subset(order), split.labels[order]
         model = backbone()
         linvit.train(
-            model, (train, validation), plan="relu_linear", settings=SHORT[:2] + ["epochs=1"], watch=print, **HERE
+            model, (train, validation), plan="relu_linear", settings=[*SHORT[:2], "epochs=1"], watch=print, **HERE
         )
         trained.append(weights(model))
     assert same(*trained)

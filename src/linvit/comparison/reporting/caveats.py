@@ -34,10 +34,11 @@ DENSE = (
     " its proposals depends on the image.",
 )
 FEATURES = (
-    "Features: nothing was learnt from labels. kNN (20 neighbours by cosine, as DINO weighs them) and the ridge probe are"
-    " made from the training images and asked about the validation images; neighbours is how many of these have the"
-    " nearest other one that they have to the teacher; cosines with the teacher's features are in percent. Δ is to the"
-    " teacher itself, by its own kNN and probe, image by image; ± as for classifiers.",
+    "Features: nothing was learnt from labels. kNN (20 neighbours by cosine, as DINO weighs them) and the ridge probe"
+    " are made from the training images and asked about the validation images; neighbours is how many of these have"
+    " the same nearest other one as by the teacher's features; cosines with those are in percent. ± is the 95 %"
+    " interval over the seeds. Δ is to the teacher itself, by its own kNN and probe; its interval covers other seeds"
+    " and other images.",
 )
 SPEEDS = (
     "Latency is of one image, throughput of a batch; both are medians, with nothing else on the device and softmax of"

@@ -1,7 +1,7 @@
 """The final features of a backbone, and an objective that brings a converted one back to its original by them.
 
-What a backbone is used for reads its last features: those of the patches, and one of the whole image, the class token or
-what the model pools. Both are compared by direction and by distance:
+What a backbone is used for reads its last features: those of the patches, and one of the whole image, the class token
+or what the model pools. Both are compared by direction and by distance:
 
     loss = mean over patches and image of (1 − cosine) + relative error
 

@@ -43,7 +43,9 @@ def make_dense_phases(config: Config, student: nn.Module, teacher: nn.Module | N
     if config.distillation != "none":
         raise LinvitError(f"distillation={config.distillation} is for classifiers: a detector or segmenter learns maps")
     if any(stage.objective == "final" for stage in config.stages):
-        raise LinvitError("objective final is of backbones: a detector or segmenter aligns its maps, objective features")
+        raise LinvitError(
+            "objective final is of backbones: a detector or segmenter aligns its maps, objective features"
+        )
     asked = None
     if teacher is not None:
         asked = Teacher(body(teacher), precision=LOWERED.get(config.precision))
