@@ -213,7 +213,7 @@ def test_mistakes(linvit: Linvit, voc: Path, segmenter: Path, detector: Path, tm
         (["train", *VIT, "--pyramid=simple", *here], "--pyramid is of detectors and segmenters"),
         (["train", *VIT, "--head=semantic_fpn", "--pyramid=own", *here], "give pyramid='simple' or pyramid='adapter'"),
         (["train", *VIT, "--head=semantic_fpn", "--plan=stella", *here, "--recipe=fast"], "has learnt nothing yet"),
-        (["train", *VIT, "--head=semantic_fpn", *here, "--recipe=fast"], "learns from a teacher: give --teacher"),
+        (["train", *VIT, "--head=semantic_fpn", *here, "--recipe=fast"], "learns from a teacher: give --plan"),
         (["train", *head("semantic_fpn"), *here, "--loader=resident"], "leave --loader resident out"),
         (["train", str(segmenter), "--head=upernet", *here], "has its head, semantic_fpn: leave --head"),
         (["train", *head("semantic_fpn"), *here, "--recipe=deit"], "unknown recipe to segment 'deit'"),

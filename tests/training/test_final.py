@@ -129,3 +129,16 @@ def test_the_recipe() -> None:
     dense = Config(stages=(Stage("final", "final"),))
     with pytest.raises(LinvitError, match="objective final is of backbones"):
         make_dense_phases(dense, timm.create_model("vit_tiny_patch16_224"), nn.Linear(1, 1))
+
+
+def test_a_pyramid_is_compared_at_every_stage() -> None:
+    family = next(f for f in FAMILIES if f.model == "sam2_hiera_tiny")
+    teacher, student, images = Teacher(family.build(0)), family.build(1), family.image()
+    found = final_features(student, images)
+    wanted = student.forward_intermediates(images, intermediates_only=True)[:-1]
+    assert [tuple(each.shape[1:]) for each in found.maps] == [(256, 16), (64, 32), (16, 64)]
+    for ours, theirs in zip(found.maps, wanted, strict=True):
+        assert torch.equal(ours, theirs.flatten(2).mT)
+    assert not final_features(backbone(), IMAGES).maps
+    FinalAlignment(teacher, student)(student, [images])["loss"].backward()
+    assert all(p.grad is not None for name, p in student.named_parameters() if name.startswith("blocks"))

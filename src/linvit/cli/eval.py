@@ -113,6 +113,8 @@ def print_features(found: "FeatureEvaluation") -> None:
         out.print(
             styled("cosine with the teacher: patch ", (patch, "bold"), ", class ", (whole, "bold"), f" on {images}")
         )
+    if maps := [f"{value:.4f}" for name, value in metrics.items() if name.startswith("map")]:
+        out.print(f"of the maps before, from the finest: {', '.join(maps)}")
     if "neighbours" in metrics:
         out.print(styled("the same nearest neighbour for ", (f"{shown['neighbours']} %", "bold")))
     for name in ("knn", "probe"):

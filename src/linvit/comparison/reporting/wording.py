@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-SECONDARY = ("AP50", "AP75", "mask_mAP", "mask_AP50", "mask_AP75", "mAcc", "pAcc")  # in tables, beside the main one
-SECONDARY += ("probe", "neighbours", "patch_cosine", "class_cosine")
+SECONDARY = (  # in tables, beside the main one
+    *("AP50", "AP75", "mask_mAP", "mask_AP50", "mask_AP75", "mAcc", "pAcc"),
+    *("probe", "neighbours", "patch_cosine", "class_cosine"),
+)
 
 
 def metric_name(metric: str) -> str:

@@ -42,14 +42,17 @@ class FeatureTask(Task):
     def evaluate(self, model: nn.Module) -> FeatureEvaluation:
         if self.source is None:
             raise LinvitError("there is no validation set to evaluate on")
-        training, found = model.training, {}
+        training = model.training
         model.eval()
-        ask, asked = partial(final_features, model), self.teacher and partial(teacher_features, self.teacher)
+        found: dict[str, Any] = {}
+        ask = partial(final_features, model)
+        asked = None if self.teacher is None else partial(teacher_features, self.teacher)
         try:
             theirs: Gallery | None = None
             if asked is not None:
                 ours, theirs, alike, broken = collect_both(ask, asked, self.source)
-                found = dict(zip(("patch_cosines", "class_cosines"), alike.cpu().numpy().T, strict=True))
+                patch, whole, *maps = alike.cpu().numpy().T
+                found = {"patch_cosines": patch, "class_cosines": whole, "map_cosines": tuple(maps)}
                 if len(ours.labels) >= FEW:
                     found["neighbours"] = (nearest(ours.features) == nearest(theirs.features)).cpu().numpy()
             else:
@@ -101,7 +104,7 @@ class FeatureFitting(Fitting):
             self.note(self.source.note)
         self.checks = sets.source(validation, *place) if validation is not None else None
         self.gallery = sets.source(train, *place) if known_labels(train, validation) else None
-        asked = teacher and Teacher(teacher, student=model, precision=processes.precision)
+        asked = None if teacher is None else Teacher(teacher, student=model, precision=processes.precision)
         self.task = FeatureTask(self.checks, self.gallery, asked)
         loaders = [type(source).__name__.lower() for source in (self.source, self.checks) if source is not None]
         if self.output.models:

@@ -60,7 +60,7 @@ class Backbones(Classify):
     def evaluate(
         self,
         model: nn.Module,
-        images: Sets,
+        images: Any,
         *,
         teacher: Model | None,
         size: int | None,
@@ -69,7 +69,7 @@ class Backbones(Classify):
         reading: Reading,
         note: Note,
     ) -> Any:
-        sets = replace(images, loader=reading.loader, workers=reading.workers, progress=reading.progress)
+        sets: Sets = replace(images, loader=reading.loader, workers=reading.workers, progress=reading.progress)
         split, preprocessing = sets.validation, Preprocessing.of(model, size)
         assert split is not None
         labelled = sets.train is not split and known_labels(sets.train, split)

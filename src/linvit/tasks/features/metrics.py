@@ -31,12 +31,13 @@ Ask = Callable[[Tensor], Features]
 
 @dataclass(frozen=True)
 class FeatureEvaluation:
-    """Per image: with a teacher the cosines, and whether the nearest neighbour is the same; with labels, whether kNN
-    and probe are right about it, by the model's features and by the teacher's."""
+    """Per image: with a teacher the cosines, of a pyramid those of each earlier map too, and whether the nearest
+    neighbour is the same; with labels, whether kNN and probe are right, by the model's features and the teacher's."""
 
     images: int
     patch_cosines: np.ndarray | None = None
     class_cosines: np.ndarray | None = None
+    map_cosines: tuple[np.ndarray, ...] = ()
     neighbours: np.ndarray | None = None
     knn: np.ndarray | None = None
     probe: np.ndarray | None = None
@@ -47,15 +48,16 @@ class FeatureEvaluation:
     @property
     def right(self) -> dict[str, np.ndarray]:
         """Whether each image was right, by the metric's name."""
-        names = [f.name for f in fields(self) if f.name not in ("images", "patch_cosines", "class_cosines", "broken")]
+        names = [f.name for f in fields(self) if f.name not in ("images", "broken") and "cosines" not in f.name]
         return {name: found for name in names if (found := getattr(self, name)) is not None}
 
     def metrics(self) -> dict[str, float]:
-        """The numbers, for logs: cosines, of which `cosine` is the mean of the two, and shares in percent."""
+        """The numbers, for logs: cosines, of which `cosine` is the mean, and shares in percent."""
         found: dict[str, float] = {}
         if self.patch_cosines is not None and self.class_cosines is not None:
-            patch, whole = float(self.patch_cosines.mean()), float(self.class_cosines.mean())
-            found = {"cosine": (patch + whole) / 2, "patch_cosine": patch, "class_cosine": whole}
+            found = {"patch_cosine": float(self.patch_cosines.mean()), "class_cosine": float(self.class_cosines.mean())}
+            found |= {f"map{place}_cosine": float(each.mean()) for place, each in enumerate(self.map_cosines, start=1)}
+            found = {"cosine": sum(found.values()) / len(found), **found}
         return found | {name: 100 * float(right.mean()) for name, right in self.right.items()}
 
 
@@ -78,29 +80,30 @@ class Gallery:
 def collect(ask: Ask, source: BatchSource) -> tuple[Gallery, int]:
     """The image's features of a source that gives each image once and in order, and how many are not finite. Over
     several processes each asks about its own images and all get the whole."""
-    table = joined([rows_of(ask(images).image, labels) for images, labels in source.epoch(0)], source)
-    return Gallery(table[:, 1:], table[:, 0].long()), broken_in(table)
+    parts = [torch.cat([labels[:, None], ask(images).image.float()], dim=1) for images, labels in source.epoch(0)]
+    table = joined(parts)
+    broken = broken_in(table)
+    return Gallery(table[:, 1:], table[:, 0].long()), broken
 
 
 @torch.no_grad()
 def collect_both(ask: Ask, teacher: Ask, source: BatchSource) -> tuple[Gallery, Gallery, Tensor, int]:
-    """The same of two models in one pass, and for each image the cosines of patches and image."""
-    parts, width = [], 0
+    """The same of two models in one pass, and for each image the cosines of patches, image and maps."""
+    parts, widths = [], [0]
     for images, labels in source.epoch(0):
         ours, theirs = ask(images), teacher(images)
-        alike = [cosines(one, other) for one, other in zip(ours, theirs, strict=True)]
-        width = ours.image.shape[1]
-        parts.append(torch.cat([rows_of(ours.image, labels), theirs.image.float(), torch.stack(alike, 1)], 1))
-    table = joined(parts, source)
-    labels, ours, theirs, alike = table[:, 0].long(), table[:, 1 : 1 + width], table[:, 1 + width : -2], table[:, -2:]
-    return Gallery(ours, labels), Gallery(theirs, labels), alike, broken_in(table)
+        alike = torch.stack([cosines(one, other) for one, other in ours.pairs(theirs)], dim=1)
+        columns = [labels[:, None].float(), ours.image.float(), theirs.image.float(), alike]
+        widths = [column.shape[1] for column in columns]
+        parts.append(torch.cat(columns, dim=1))
+    table = joined(parts)
+    broken = broken_in(table)
+    known, own, other, near = table.split(widths, dim=1)
+    return Gallery(own, known[:, 0].long()), Gallery(other, known[:, 0].long()), near, broken
 
 
-def rows_of(features: Tensor, labels: Tensor) -> Tensor:
-    return torch.cat([labels[:, None].float(), features.float()], dim=1)
-
-
-def joined(parts: list[Tensor], source: BatchSource) -> Tensor:
+def joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all batches and processes."""
     if not parts:
         raise LinvitError("there is no image to evaluate on")
     return torch.from_numpy(gather(torch.cat(parts).cpu().numpy())).to(parts[0].device)

@@ -1,9 +1,9 @@
 """The final features of a backbone, and an objective that brings a converted one back to its original by them.
 
 What a backbone is used for reads its last features: those of the patches, and one of the whole image, the class token
-or what the model pools. Both are compared by direction and by distance:
+or what the model pools; of a pyramid also the maps of the stages before. Each is compared by direction and by distance:
 
-    loss = mean over patches and image of (1 − cosine) + relative error
+    loss = mean over patches, image and maps of (1 − cosine) + relative error
 
 No label is read. The outputs of the blocks can be matched beside it, with a weight. Matching those or the layers alone
 leaves what a reader sees to chance; the final features are what all of it is for.
@@ -26,22 +26,32 @@ from linvit.training.objectives.teacher import Activations, Teacher
 
 
 class Features(NamedTuple):
-    """Of the patches `(batch, patches, channels)`, and of the image `(batch, channels)`."""
+    """Of the patches `(batch, patches, channels)`, of the image `(batch, channels)`, and of the places in a pyramid's
+    earlier maps, as of patches."""
 
     patches: Tensor
     image: Tensor
+    maps: tuple[Tensor, ...] = ()
+
+    def pairs(self, other: "Features") -> list[tuple[Tensor, Tensor]]:
+        """What is compared with what: patches, image, maps."""
+        return list(zip((self.patches, self.image, *self.maps), (other.patches, other.image, *other.maps), strict=True))
 
 
 def final_features(model: Any, images: Tensor) -> Features:
     """What a backbone gives: the features before the classifier, if there is one. Class and register tokens are no
     patches; the image's feature is what the model itself pools, or without that the class token or the mean."""
     pooled: Any
+    maps: list[Tensor] = []
     if hugging(model):
         found = model.base_model(images)
         tokens, pooled = getattr(found, "last_hidden_state", None), getattr(found, "pooler_output", None)
         prefix = next((prefix_tokens(owner) for owner in model.modules() if stem(owner) is not None), 0)
     elif hasattr(model, "forward_features") and hasattr(model, "forward_head"):
-        tokens = model.forward_features(images)
+        if is_pyramid(model):
+            tokens, maps = model.forward_intermediates(images)
+        else:
+            tokens = model.forward_features(images)
         pooled, prefix = model.forward_head(tokens, pre_logits=True), first_tokens(model)
     else:
         raise no_features(model)
@@ -58,7 +68,14 @@ def final_features(model: Any, images: Tensor) -> Features:
         pooled = torch.stack([part for part in pooled if isinstance(part, Tensor)]).mean(0)
     if not isinstance(pooled, Tensor) or pooled.ndim != 2:
         pooled = tokens[:, 0] if prefix else patches.mean(1)
-    return Features(patches, pooled)
+    return Features(patches, pooled, tuple(found.flatten(2).transpose(1, 2) for found in maps[:-1]))
+
+
+def is_pyramid(model: nn.Module) -> bool:
+    """Whether a timm model has maps of several strides, and gives them."""
+    known: Any = getattr(model, "feature_info", None)
+    strides = {stage["reduction"] for stage in getattr(known, "info", known) or ()}
+    return len(strides) > 1 and hasattr(model, "forward_intermediates")
 
 
 def first_tokens(model: nn.Module) -> int:
@@ -108,8 +125,9 @@ class FinalAlignment(Objective):
             recorded.record()
         wanted = teacher_features(self.teacher, images)
         given = final_features(model, images)
-        alike = torch.stack([cosines(one, other).mean() for one, other in zip(given, wanted, strict=True)])
-        apart = torch.stack([self.distance(one, other) for one, other in zip(given, wanted, strict=True)])
+        pairs = given.pairs(wanted)
+        alike = torch.stack([cosines(one, other).mean() for one, other in pairs])
+        apart = torch.stack([self.distance(one, other) for one, other in pairs])
         loss, entries = (1 - alike + apart).mean(), {"distance": apart.mean().detach()}
         entries |= {"patch_cosine": alike[0].detach(), "class_cosine": alike[1].detach()}
         if self.blocks:

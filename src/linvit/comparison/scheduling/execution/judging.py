@@ -103,7 +103,7 @@ def judge_features(fitting: FeatureFitting, bench: Bench, evaluations: Records) 
 def on_hundred(record: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of features, cosines in percent as the others are."""
     names = ("neighbours", "knn", "probe", "teacher_knn", "teacher_probe")
-    found = {name: 100 * record[name] for name in ("cosine", "patch_cosine", "class_cosine") if name in record}
+    found = {name: 100 * value for name, value in record.items() if name.endswith("cosine")}
     return found | {name: record[name] for name in names if name in record}
 
 
