@@ -169,7 +169,7 @@ def test_the_experiments_can_be_run(name: str, place: Path) -> None:
     comparison = replace(comparison, architecture={**comparison.architecture, "width": 24, "depth": 7})
     tasks, left_out = survey(comparison)
     runs = [task for task in tasks if task.kind == "run"]
-    assert len({task.key for task in runs}) == len(runs) == (27 if name == "features" else 78) and not left_out
+    assert len({task.key for task in runs}) == len(runs) == (27 if name == "features" else 90) and not left_out
     assert all(task.training.task == "features" and task.training.seed in (0, 1, 2) for task in runs)
 
 
