@@ -22,7 +22,7 @@ def fast(model: str = "") -> Config:
         Stage("final", "final", 18, features=0.1),
     )
     config = Config(
-        "fast", lr=2e-4, optimiser="muon", muon_lr=6.0, batch_size=64, warmup_epochs=0.5, min_lr=1e-6, clip_norm=1.0
+        "fast", lr=1e-4, optimiser="muon", muon_lr=6.0, batch_size=64, warmup_epochs=0.5, min_lr=1e-6, clip_norm=1.0
     )
     return replace(config, crop_scale=(0.35, 1.0), epochs=20, eval_epochs=5, stages=stages)
 
