@@ -67,7 +67,7 @@ VERBS = {
     "predict": {"model", "images", "--output", "--threshold", "--size", "--device", "--json"},
     "compare": {
         *("what", "--output", "--mode", "--model", "--model-arg", "--backbone", "--plan", "--data", "--root"),
-        *("--recipe",),
+        *("--recipe", "--task"),
         *("--set", "--seeds", "--patch-sizes", "--size", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
         *("--only", "--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
     },

@@ -29,7 +29,7 @@ Pretrained = Annotated[bool, typer.Option(help="Start from timm's weights.")]
 Teacher = Annotated[str, typer.Option(metavar="MODEL_OR_DIR", help="Whom to learn from, or to compare with.")]
 
 # Detectors and segmenters.
-Task = Annotated[str, typer.Option(help="classify, detect or segment; what the model does unless told.")]
+Task = Annotated[str, typer.Option(help="classify, detect, segment or features; what the model does unless told.")]
 Head = Annotated[str, typer.Option(help="What goes on a trunk to detect or segment, such as faster_rcnn or upernet.")]
 Pyramid = Annotated[str, typer.Option(help="How a trunk comes to four maps: own, or for a ViT simple or adapter.")]
 
@@ -38,7 +38,7 @@ Recipe = Annotated[
     str,
     typer.Option(
         help="mixa, castling, qtvit, mobile, fair, deit, finetune, distil or fast; to detect or segment mixa-coco, "
-        "mixa-ade, qtvit-coco, qtvit-ade, castling-coco, castling-ade, finetune or fast."
+        "mixa-ade, qtvit-coco, qtvit-ade, castling-coco, castling-ade, finetune or fast; of features fast."
     ),
 ]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")]

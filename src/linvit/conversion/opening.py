@@ -102,9 +102,8 @@ def open_original(converted: nn.Module, name: str) -> nn.Module:
     """The model that a converted one was made from, or one line that says why it is not to be had."""
     conversions: list[Conversion] = getattr(converted, "linvit_conversions", [])
     if not conversions:
-        raise LinvitError(
-            "the recipe learns from a teacher: give --teacher, --plan to learn from the original, or --recipe finetune"
-        )
+        hint = "give --plan to learn from the original, --teacher, or a recipe that needs none"
+        raise LinvitError(f"the recipe learns from a teacher: {hint}")
     source = conversions[0].source or Source()
     if source.folder and Path(source.folder).is_dir():
         return load(source.folder)

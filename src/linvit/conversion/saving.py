@@ -128,7 +128,7 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module
 def preprocessing(model: nn.Module) -> dict[str, Any]:
     """What happens to a picture before the model sees it, as timm's data config, at the model's present input size."""
     if hugging(model):  # its image processor knows the rest, unless it was trained here
-        trained = {"crop_pct": noted(model)["crop_pct"]} if "crop_pct" in noted(model) else {}
+        trained = {key: value for key, value in noted(model).items() if key in ("crop_pct", "mean", "std")}
         return {"input_size": (3, *own_size(model)), **trained}
     config = resolve_model_data_config(model)
     if built_for(model) is not None:
