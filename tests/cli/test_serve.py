@@ -22,15 +22,17 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     save(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3), tmp_path / "model")
     command = [sys.executable, "-m", "linvit", "serve", "model", "--plan", "relu_linear", "--port", "0", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
-        lines = [process.stdout.readline() for _ in range(3)]
-        address = json.loads("".join(lines))["address"]
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
+    try:
+        address = json.loads("".join(process.stdout.readline() for _ in range(3)))["address"]
         assert address.startswith("http://127.0.0.1:")
-        with urlopen(f"{address}api/choices") as answer:
+        with urlopen(f"{address}api/choices", timeout=20) as answer:
             told = json.load(answer)
         assert told["models"] == ["model"] and [side["plan"] for side in told["sides"]] == ["relu_linear", "stella"]
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert (process.returncode, out, err) == (0, "", "")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

@@ -298,6 +298,7 @@ def report_style() -> str:
 def run_server(page: Page, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve until Ctrl-C. `ready` hears the address."""
     listening = listen(host, port)
+    listening.listen()  # who comes as soon as the address is told waits and is not turned away
     address = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(
         make_app(page, host),
