@@ -1,14 +1,16 @@
-"""`linvit show`: pictures of what was measured."""
+"""`linvit show`: pictures of what models do and of what was measured."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from linvit.cli import arguments
+from linvit.cli import arguments, show_models
 from linvit.cli.output import Json, console, print_json, say, table
 
-app = typer.Typer(help="Draw what was measured.", no_args_is_help=True)
+app = typer.Typer(help="Draw what attention does, and what was measured.", no_args_is_help=True)
+app.command("maps")(show_models.maps)
+app.command("features")(show_models.features)
 
 
 @app.command("masks")

@@ -112,6 +112,8 @@ class Layer:
         return found
 
     def _windows(self, some: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        if self.windows == 1:
+            return self.q, self.k, self.v, self.given
         given = {name: take(name, value, some) for name, value in self.given.items()}
         return self.q[some], self.k[some], self.v[some], given
 

@@ -1,0 +1,49 @@
+"""How every picture looks, and where it may be written: PNG, SVG or PDF, legible in print and in a README."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linvit.errors import LinvitError, unknown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".pdf", ".png", ".svg")
+INK, BLUE, RED, GREY = "#1f2933", "#1f6fb4", "#c8503c", "#9aa5b1"
+STYLE = {
+    **{"font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9.5, "axes.titlelocation": "left"},
+    **{"axes.edgecolor": GREY, "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False},
+    **{"grid.alpha": 0.25, "text.color": INK, "xtick.color": INK, "ytick.color": INK},
+    **{"legend.frameon": False, "legend.fontsize": 8, "svg.hashsalt": "linvit"},
+}
+# Lines and points of one plot, told apart by marker too, for readers who see no colour.
+COLOURS = ("#d1495b", "#30638e", "#edae49", "#3d8168", "#7b5ea7", "#8d99ae")
+MARKERS = "osD^vP"
+
+
+def check_picture(path: Path) -> None:
+    """Raise unless `path` is a picture's name in a folder that exists. Asked before the work, so that nobody waits for
+    a file that cannot be saved."""
+    if path.suffix.lower() not in FORMATS:
+        raise unknown("picture format", path.suffix or path.name, FORMATS)
+    if not path.parent.is_dir():
+        raise LinvitError(f"no folder {path.parent} to put {path.name} in; make it first")
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float) -> "Iterator[Figure]":
+    """A figure of so many inches to draw on, written to `path` in the end; the suffix names the format."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]  # its keys are a Literal of hundreds
+        figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
+        yield figure
+        figure.savefig(path)
+
+
+def line(place: int) -> dict[str, Any]:
+    """Colour and marker of the line at a place in a plot."""
+    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
