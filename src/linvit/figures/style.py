@@ -46,4 +46,9 @@ def picture(path: Path, width: float, height: float) -> "Iterator[Figure]":
 
 def line(place: int) -> dict[str, Any]:
     """Colour and marker of the line at a place in a plot."""
-    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
+    turn = place // len(COLOURS)  # the second time round, other markers
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "marker": MARKERS[(place + turn) % len(MARKERS)],
+        "markersize": 4.5,
+    }

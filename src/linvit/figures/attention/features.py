@@ -127,7 +127,7 @@ def draw_features(found: FeatureComparison, path: Path, title: str = "") -> None
     columns = 1 + 2 * len(names)
     side = max(PANEL, (LEAST - 0.3) / columns)
     heights = [side * row.view.size[0] / row.view.size[1] for row in found.rows]
-    with picture(path, side * columns + 0.3, sum(heights) + 0.95) as figure:
+    with picture(path, side * columns + 0.3, sum(heights) + 0.7) as figure:
         panels = figure.subplots(len(found.rows), columns, squeeze=False, height_ratios=heights)
         for row, axes in zip(found.rows, panels, strict=True):
             height, width = row.view.size
