@@ -65,8 +65,8 @@ def kernels(
     from linvit.figures.style import check_picture
 
     check_picture(output)
-    plot_kernels(output, head_dim, seed)
     angle, product = over_angle(head_dim, seed), over_product(head_dim, seed)
+    plot_kernels(output, angle, product, head_dim)
     if as_json:
         found = {
             name: {curve.name: {"x": curve.x.tolist(), "mean": curve.mean.tolist()} for curve in curves}

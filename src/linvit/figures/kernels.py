@@ -5,6 +5,7 @@ alone, the mean over pairs is drawn, and the middle eight tenths as a band.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,11 @@ def pairs_at(cosines: np.ndarray, head_dim: int, seed: int) -> list[tuple[Tensor
     return [(length * q, length * (x * q + math.sqrt(max(0.0, 1 - x**2)) * other)) for x in cosines.tolist()]
 
 
-def plot_kernels(path: Path, head_dim: int = 64, seed: int = 0) -> None:
-    """Both sets of curves beside each other."""
+def plot_kernels(path: Path, angle: Sequence[Curve], product: Sequence[Curve], head_dim: int) -> None:
+    """What `over_angle` and `over_product` found for a head of this width, beside each other."""
     with picture(path, 8.6, 3.6) as figure:
         left, right = figure.subplots(1, 2)
-        for panel, found in ((left, over_angle(head_dim, seed)), (right, over_product(head_dim, seed))):
+        for panel, found in ((left, angle), (right, product)):
             for place, curve in enumerate(found):
                 colour = COLOURS[place]
                 if np.abs(curve.high - curve.low).max() > 1e-6:
