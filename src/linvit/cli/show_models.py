@@ -14,6 +14,7 @@ from linvit.errors import LinvitError, unknown
 if TYPE_CHECKING:
     from torch import nn
 
+    from linvit.conversion import Plan
     from linvit.figures.attention.choosing import Query
     from linvit.figures.attention.drawing import LayerNumbers
     from linvit.figures.photographs import View
@@ -45,9 +46,10 @@ class Asked:
 
 def open_all(
     model: str, images: Sequence[Path], plans: str, others: Sequence[str], drop: str, size: str,
-    checkpoint: Path | None, pretrained: bool, model_arg: list[str] | None, device: str,
+    checkpoint: Path | None, pretrained: bool, model_arg: list[str] | None, device: str, lenient: Sequence[str] = (),
 ) -> Asked:  # fmt: skip
-    """The model, what plans make of it, and others; and the photographs at the first one's size."""
+    """The model, what plans make of it, and others; and the photographs at the first one's size. `lenient` plans leave
+    the layers that they cannot serve as they are."""
     import copy
 
     from linvit.conversion import convert, open_model, parse_plan, resample
@@ -74,7 +76,10 @@ def open_all(
     with arguments.dropping(drop) as given_up:
         for text in split_plans(plans):
             converted = copy.deepcopy(first)
-            convert(converted, parse_plan(text), drop=given_up, size=input_size(first, pixels))
+            chosen = parse_plan(text)
+            if text in lenient:
+                chosen = where_it_serves(converted, chosen, input_size(first, pixels))
+            convert(converted, chosen, drop=given_up, size=input_size(first, pixels))
             add(text, converted)
     for name in others:
         built = open_model(name, pretrained=pretrained, instead=instead)
@@ -82,6 +87,26 @@ def open_all(
         add(Path(name).name, built)
     wanted = input_size(first, pixels)
     return Asked(found, [view(p, path.stem, wanted) for p, path in zip(photographs, images, strict=True)])
+
+
+def where_it_serves(model: "nn.Module", plan: "Plan", size: tuple[int, int]) -> "Plan":
+    """The plan for the layers that it can serve, giving up what it must."""
+    from linvit.conversion.convert import find_hosts, find_steps
+    from linvit.conversion.host import FEATURES
+    from linvit.conversion.planning.costs import with_choices
+
+    choices = plan.choices([name for name, _ in find_hosts(model)])
+    kept = []
+    for index, choice in enumerate(choices):
+        alone = with_choices(plan.name, [choice if i == index else None for i in range(len(choices))], tuple(FEATURES))
+        try:
+            find_steps(model, alone, (), size=size)
+        except LinvitError:
+            choice = None
+        kept.append(choice)
+    if not any(kept):
+        raise LinvitError(f"plan {plan.name} can serve no layer of this {type(model).__name__}")
+    return with_choices(plan.name, kept, tuple(FEATURES))
 
 
 def maps(
@@ -110,7 +135,8 @@ def maps(
     A linear mechanism has a map too, the one that its two products imply; its rows are computed one by one, so large
     images do. Beside the model stand what --plan makes of it and the models of --with. The query is the class token, or
     the middle of the photograph where there is none; the layer is the last that sees the whole picture. A number under
-    a map is its peak over an even share. Of the middle part that the model sees, the whole is drawn.
+    a map is its peak over an even share. --figure sets beside each other what a paper's figure does, in the layers that
+    its mechanisms can serve. What is drawn of a photograph is its middle, as the model sees it.
 
     \b
     Example: linvit show maps deit_tiny_patch16_224 cat.jpg --plan stella,mixa:keep=6 --at 120,80 -o maps.png
@@ -123,10 +149,10 @@ def maps(
     query = chosen_query(at, token, pooled)
     if figure and figure not in FIGURES:
         raise unknown("figure", figure, FIGURES)
-    plans = ",".join(text for text in (FIGURES.get(figure, ""), plan) if text)
-    asked = open_all(
-        model, images, plans, other or [], drop, size, checkpoint, pretrained, model_arg, device
-    )  # fmt: skip
+    papers = FIGURES.get(figure, "")
+    plans = ",".join(text for text in (papers, plan) if text)
+    options = (drop, size, checkpoint, pretrained, model_arg, device)
+    asked = open_all(model, images, plans, other or [], *options, papers.split(",") if papers else ())
     which = [name.strip() for name in layer.split(",") if name.strip()]
     with progress("looking", len(asked.models) * len(images)) as advance:
         found = compare_maps(asked.models, asked.views, query, which, head, rollout, advance)

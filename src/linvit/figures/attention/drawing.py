@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linvit.figures.attention.statistics import LayerStatistics, MapDistance
 from linvit.figures.photographs import View
-from linvit.figures.style import INK, line, picture
+from linvit.figures.style import INK, PHOTOGRAPHS, line, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,11 +65,12 @@ def shown_map(values: Tensor) -> tuple[np.ndarray, float, float]:
 def draw_maps(rows: Sequence[MapRow], numbers: Numbers, path: Path, title: str = "") -> None:
     """A row for each photograph, layer and head, with the photograph first; below, the numbers over the layers."""
     names = list(rows[0].maps)
-    side = max(PANEL, (LEAST - 0.5) / (len(names) + 1))
+    side = PANEL if len(rows) > 1 else max(PANEL, (LEAST - 0.5) / (len(names) + 1))
+    width = max(LEAST, side * (len(names) + 1) + 0.5)
     heights = [side * row.view.size[0] / row.view.size[1] + 0.22 for row in rows]
     below = 2.0 if any(len(found) > 1 for found in numbers.values()) else 0.0
-    with picture(path, side * (len(names) + 1) + 0.5, sum(heights) + below + 0.55) as figure:
-        parts: Any = figure.subfigures(2, 1, height_ratios=[sum(heights) + 0.3, below]) if below else [figure]
+    with picture(path, width, sum(heights) + below + 0.7, PHOTOGRAPHS) as figure:
+        parts: Any = figure.subfigures(2, 1, height_ratios=[sum(heights) + 0.5, below]) if below else [figure]
         panels = parts[0].subplots(len(rows), len(names) + 1, squeeze=False, height_ratios=heights)
         for row, axes in zip(rows, panels, strict=True):
             draw_row(row, axes)

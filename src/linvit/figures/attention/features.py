@@ -15,7 +15,7 @@ from linvit.figures.attention.choosing import usual_layer
 from linvit.figures.attention.comparing import counterpart
 from linvit.figures.attention.layer import Layer
 from linvit.figures.photographs import View
-from linvit.figures.style import INK, picture
+from linvit.figures.style import INK, PHOTOGRAPHS, picture
 
 PANEL, LEAST = 1.6, 6.4  # inches: of a panel, and of the whole in width
 EDGE = 0.01  # share of patches that colours may cut off on each side
@@ -127,7 +127,7 @@ def draw_features(found: FeatureComparison, path: Path, title: str = "") -> None
     columns = 1 + 2 * len(names)
     side = max(PANEL, (LEAST - 0.3) / columns)
     heights = [side * row.view.size[0] / row.view.size[1] for row in found.rows]
-    with picture(path, side * columns + 0.3, sum(heights) + 0.7) as figure:
+    with picture(path, side * columns + 0.3, sum(heights) + 0.7, PHOTOGRAPHS) as figure:
         panels = figure.subplots(len(found.rows), columns, squeeze=False, height_ratios=heights)
         for row, axes in zip(found.rows, panels, strict=True):
             height, width = row.view.size
