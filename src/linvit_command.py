@@ -41,7 +41,7 @@ VERBS = {  # in the order of the help; `linvit.cli` has what they do
     "compare": "Compare mechanisms fairly, here or on a cluster.",
     "report": "Write the report of a comparison.",
     "bench": "Measure speed and memory against softmax.",
-    "show": "Draw what was measured.",
+    "show": "Draw what attention does, and what was measured.",
 }
 
 
