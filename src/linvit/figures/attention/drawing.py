@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PANEL, LEAST = 1.75, 7.2  # inches: of a map, and of the whole in width
+LONGEST = 16  # letters over a map
 COLOUR_MAP, STRENGTH = "inferno", 0.72
 SCALE = "Each map from 0 (dark) to its own peak (bright); the number is the peak over an even share."
 QUANTITIES = {
@@ -75,12 +76,17 @@ def draw_maps(rows: Sequence[MapRow], numbers: Numbers, path: Path, title: str =
         for row, axes in zip(rows, panels, strict=True):
             draw_row(row, axes)
         for axis, name in zip(panels[0], ["photograph", *names], strict=True):
-            axis.set_title(name, fontsize=9)
+            axis.set_title(in_two_lines(name), fontsize=9)
         if title:
             parts[0].suptitle(title, fontsize=10)
         parts[0].supxlabel(SCALE, fontsize=7.5, color=INK)
         if below:
             draw_numbers(numbers, parts[1])
+
+
+def in_two_lines(name: str) -> str:
+    """A plan's options under its name, where both are too long for a map's width."""
+    return name.replace(":", ":\n", 1) if len(name) > LONGEST else name
 
 
 def draw_row(row: MapRow, axes: "Sequence[Axes]") -> None:
