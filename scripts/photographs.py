@@ -1,4 +1,4 @@
-"""Write the photographs of the gallery, which ship with scikit-image, into a folder: `python -m scripts.photographs`."""
+"""Write the photographs of the gallery, which ship with scikit-image, into a folder."""
 
 from __future__ import annotations
 
