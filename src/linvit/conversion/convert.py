@@ -302,7 +302,7 @@ def probe_grids(
     for owner in model.modules():
         if stem(owner) is not None:
             handles += image.follow(owner)
-            image.owner = owner
+            image.owner = model if type(owner).__module__.startswith("transformers.") else owner
     inside: dict[nn.Module, Grids] = {}
     for kind in {host_of(module) for _, module in hosts}:
         for found_here in watch(model, kind):
