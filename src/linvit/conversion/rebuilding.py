@@ -142,9 +142,11 @@ def inner(model: nn.Module) -> nn.Module:
 
 
 def single(size: Any) -> Any:
-    """7 for (7, 7): not every model takes pairs."""
-    pair = isinstance(size, tuple | list) and len(size) == 2
-    return size[0] if pair and size[0] == size[1] else size
+    """7 for (7, 7): not every model takes pairs. Lists are tuples: a config that was written down has no others."""
+    if not isinstance(size, tuple | list):
+        return size
+    pair = len(size) == 2 and size[0] == size[1] and not isinstance(size[0], tuple | list)
+    return size[0] if pair else tuple(single(part) for part in size)
 
 
 def blocks(model: Any) -> list[Any]:

@@ -105,7 +105,7 @@ class MapHost(Host):
 
     @classmethod
     def prepare(cls, model: nn.Module) -> None:
-        give_passing(model)
+        prepare(model)
 
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
@@ -142,10 +142,22 @@ class MapHost(Host):
         return out, found
 
 
-def give_passing(model: nn.Module) -> None:
-    for module in model.modules():
+def prepare(model: nn.Module) -> None:
+    """Say whom each attention module asks, hosts and layers that are kept."""
+    module: Any
+    for module in list(model.modules()):
+        host = vision_host(module)
+        if host is None or not issubclass(host, MapHost):
+            continue
         if isinstance(module, MapHost):
             module.passing = Passing()
+        if not hasattr(module, "config"):
+            continue
+        shared = module.config
+        module.config = copy.copy(shared)
+        module.config._attn_implementation = INTERFACE if isinstance(module, MapHost) else KEPT
+        if issubclass(host, InterfaceHost):
+            shared._attn_implementation = INTERFACE
 
 
 def dropout_rate(module: Any) -> float:
@@ -162,17 +174,7 @@ class InterfaceHost(MapHost, SequenceHost):
 
     @classmethod
     def prepare(cls, model: nn.Module) -> None:
-        give_passing(model)
-        module: Any
-        for module in list(model.modules()):
-            if not issubclass(vision_host(module) or object, InterfaceHost):
-                continue
-            shared = module.config
-            module.config = copy.copy(shared)
-            module.config._attn_implementation = KEPT
-            if isinstance(module, InterfaceHost):
-                module.config._attn_implementation = INTERFACE
-            shared._attn_implementation = INTERFACE
+        prepare(model)
         follow_embeddings(model)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +212,7 @@ def vision_host(module: nn.Module) -> type[Host] | None:
     if isinstance(module, Host):
         return type(module)
     host = BY_ORIGINAL.get(type(module))
-    if host is None or not issubclass(host, InterfaceHost):
+    if host is None or not hasattr(module, "config"):
         return host
     seen = any(hasattr(module.config, name) for name in ("patch_size", "patch_sizes", "patch_kernel_size"))
     return host if seen else None

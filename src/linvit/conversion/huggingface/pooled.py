@@ -22,7 +22,7 @@ from linvit.conversion.host import (
     unpack,
 )
 from linvit.conversion.hosts.pooled import Strides, UnrolledHost, ahead, layout, units_of
-from linvit.conversion.huggingface.interface import MapHost, attentions_wanted, follow_embeddings, give_passing
+from linvit.conversion.huggingface.interface import MapHost, attentions_wanted, follow_embeddings
 from linvit.errors import LinvitError
 
 
@@ -132,7 +132,7 @@ class HFHieraHost(MapHost, UnrolledHost, SequenceHost, HieraMaskUnitAttention):
 
     @classmethod
     def prepare(cls, model: nn.Module) -> None:
-        give_passing(model)
+        super().prepare(model)
         follow_embeddings(model)
         for attn, (strides, every) in stages(model):
             attn.strides, attn.all_strides = strides, every

@@ -27,7 +27,7 @@ from transformers.models.metaclip_2.modeling_metaclip_2 import MetaClip2Attentio
 from transformers.models.owlv2.modeling_owlv2 import Owlv2Attention
 from transformers.models.owlvit.modeling_owlvit import OwlViTAttention
 from transformers.models.siglip.modeling_siglip import SiglipAttention
-from transformers.models.siglip2.modeling_siglip2 import Siglip2Attention, Siglip2VisionEmbeddings
+from transformers.models.siglip2.modeling_siglip2 import Siglip2Attention
 from transformers.models.vit.modeling_vit import ViTAttention
 from transformers.models.vit_mae.modeling_vit_mae import ViTMAEAttention, ViTMAEModel
 from transformers.models.vit_msn.modeling_vit_msn import ViTMSNAttention
@@ -129,12 +129,12 @@ class HFViTMAEHost(InterfaceHost, ViTMAEAttention):
         super().prepare(model)
         for owner in model.modules():
             if isinstance(owner, ViTMAEModel):
-                new = [m for m in owner.encoder.modules() if isinstance(m, cls) and m.places is None]
-                places = next((m.places for m in owner.encoder.modules() if getattr(m, "places", None)), None)
-                if new and places is None:
+                inside = [module for module in owner.modules() if isinstance(module, cls)]
+                places = next((module.places for module in inside if module.places is not None), None)
+                if inside and places is None:
                     places = Places()
                     owner.embeddings.register_forward_hook(places.after_embeddings)
-                for module in new:
+                for module in inside:
                     module.places = places
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Any, x: Any = None, **given: Any) -> Tensor:
@@ -152,37 +152,10 @@ class HFViTMAEHost(InterfaceHost, ViTMAEAttention):
         return out.gather(2, back.expand_as(out))
 
 
-class PaddedGrids(Grids):
-    """SigLIP 2 gets patches, and the sizes of the pictures they are from: a grid where all have one and none is padded."""
-
-    def after_embeddings(self, embeddings: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Tensor) -> None:
-        sizes: Any = (*args, *named.values())[1]
-        self.grid = None
-        if sizes.device.type != "meta" and not torch.compiler.is_compiling():
-            first = TokenGrid(*sizes[0].tolist())
-            same = bool((sizes == sizes[0]).all()) and first.tokens == out.shape[1]
-            self.grid = first if same else None
-
-
 class HFSiglip2Host(InterfaceHost, Siglip2Attention):
     """The vision tower of Hugging Face's SigLIP 2 for pictures of any shape (NaFlex). Exact for softmax. The padding
     mask is honoured by every mechanism with a key mask; padded batches have no one grid, so mechanisms that look at it
     need pictures of one size there. Checkpoints of one size (`…-patch16-224`) are SigLIP's classes."""
-
-    @classmethod
-    def prepare(cls, model: nn.Module) -> None:
-        super().prepare(model)
-        grids: Any
-        for name, owner in model.named_modules():
-            if isinstance(owner, Siglip2VisionEmbeddings):
-                around = name.rpartition(".")[0]
-                inside = [m for place, m in model.named_modules() if place.startswith(around) and isinstance(m, cls)]
-                grids = next((m.grids for m in inside if isinstance(m.grids, PaddedGrids)), None)
-                if inside and grids is None:
-                    grids = PaddedGrids()
-                    owner.register_forward_hook(grids.after_embeddings, with_kwargs=True)
-                for module in inside:
-                    module.grids = grids
 
 
 class _EomtBase(InterfaceHost):

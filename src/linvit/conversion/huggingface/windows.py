@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import isqrt, log
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.sam.modeling_sam import SamVisionAttention, SamVisionSdpaAttention
 from transformers.models.sam3.modeling_sam3 import Sam3ViTRoPEAttention
@@ -17,7 +17,6 @@ from linvit.conversion.grids import Grids
 from linvit.conversion.host import ChannelsLastHost, Host, has_logits, merge_heads, unpack
 from linvit.conversion.hosts.windows import ShiftedWindowHost
 from linvit.conversion.huggingface.interface import OUTSIDE, MapHost, attentions_wanted
-
 
 LONGEST = log(100)  # of the temperature
 
@@ -69,7 +68,9 @@ class HFSwinv2Host(_Windows, Swinv2SelfAttention):
         table = self.continuous_position_bias_mlp(self.relative_coords_table).flatten(0, -2)
         return 16 * table[self.relative_position_index].permute(2, 0, 1).sigmoid()[None]
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: Any = False) -> Any:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: Any = False
+    ) -> Any:
         self.passing.wanted = bool(output_attentions)
         x, grid = hidden_states, self.grid(self, (hidden_states,), Grids())
         q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
@@ -87,6 +88,14 @@ class _SamBase(MapHost, ChannelsLastHost):
     num_attention_heads: int
     use_rel_pos: bool
 
+    @classmethod
+    def prepare(cls, model: nn.Module) -> None:
+        super().prepare(model)
+        for module in model.modules():
+            kept = type(module) in (SamVisionSdpaAttention, SamHQVisionSdpaAttention)
+            if kept and with_weights not in module._forward_hooks.values():
+                module.register_forward_hook(with_weights, with_kwargs=True, prepend=True)
+
     def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:
         self.passing.wanted = attentions_wanted(output_attentions)
         size, heads = (hidden_states.shape[1], hidden_states.shape[2]), self.num_attention_heads
@@ -97,7 +106,14 @@ class _SamBase(MapHost, ChannelsLastHost):
             bias = self.get_decomposed_rel_pos(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
             bias = bias.reshape(len(q), heads, tokens.shape[1], tokens.shape[1])
         out = self.attend(q, k, v, TokenGrid(*size), bias=bias, x=tokens)
-        return self.answer(self.project_out(out, q).unflatten(1, size))
+        out, found = self.answer(self.project_out(out, q).unflatten(1, size))
+        return out, found if found is None else found.flatten(0, 1)
+
+
+def with_weights(module: Any, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> Any:
+    """Forward hook of layers that stay: where attentions are wanted, PyTorch's attention has none and the plain one is
+    asked. It comes before the hook that records them."""
+    return type(module).__base__.forward(module, *args, **named) if attentions_wanted() else out
 
 
 class HFSamHost(_SamBase, SamVisionAttention):
@@ -127,7 +143,9 @@ class HFSam3Host(MapHost, ChannelsLastHost, Sam3ViTRoPEAttention):
         self.passing.wanted = attentions_wanted(kwargs.get("output_attentions"))
         x, size = hidden_states.flatten(1, 2), (hidden_states.shape[1], hidden_states.shape[2])
         heads, (cos, sin) = self.num_attention_heads, position_embeddings
-        q, k, v = (project(x).unflatten(-1, (heads, -1)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            project(x).unflatten(-1, (heads, -1)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
         out = self.attend(q, k, v, TokenGrid(*size), x=x, rotary=Rotary(cos, sin, cos.shape[-1] // 2))
         out = self.mechanism.after_projection(self.o_proj(merge_heads(out)), q)
         return self.answer(out.unflatten(1, size))
