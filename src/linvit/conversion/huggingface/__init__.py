@@ -1,4 +1,5 @@
-"""Hugging Face's vision models: their hosts, one file per kind of attention, and how they are built again.
+"""Hugging Face's vision models: their hosts, one file per kind of attention, how they are built again, and how
+transformers' own Auto classes open what linvit saved.
 
 Needs `pip install linvit[transformers]`; nothing imports this folder without.
 """
@@ -6,11 +7,11 @@ Needs `pip install linvit[transformers]`; nothing imports this folder without.
 from torch import nn
 
 from linvit.conversion.host import BY_ORIGINAL, Host
-from linvit.conversion.huggingface import pooled, sequences, windows  # noqa: F401
-from linvit.conversion.huggingface.building import PREFIX, from_config, origin_of
+from linvit.conversion.huggingface import auto, pooled, sequences, windows  # noqa: F401
+from linvit.conversion.huggingface.building import PREFIX, from_config, open_folder, origin_of
 from linvit.conversion.huggingface.interface import vision_host
 
-__all__ = ["HOSTS", "PREFIX", "from_config", "host_in_transformers", "origin_of"]
+__all__ = ["HOSTS", "PREFIX", "from_config", "host_in_transformers", "open_folder", "origin_of"]
 
 HOSTS = tuple(host for host in BY_ORIGINAL.values() if host.__module__.startswith(__name__))
 
