@@ -50,7 +50,7 @@ def open_folder(folder: Path, args: dict[str, Any], *, weights: bool = True) -> 
     name = name or type_of(config, folder)
     if "num_classes" in args:
         args = {"num_labels": args["num_classes"], **{key: args[key] for key in args if key != "num_classes"}}
-    if args.get("num_labels", config.get("num_labels")) != len(config.get("id2label", ())):
+    if "num_labels" in args and args["num_labels"] != len(config.get("id2label", ())):
         config = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
     model = from_config(name, {**config, **args})
     if weights:
