@@ -45,6 +45,7 @@ ROOMS = {
             "output_similarity",
             "parse_plan",
             "push_to_hub",
+            "register_auto_classes",
             "resample",
             "resample_patches",
             "resample_windows",

@@ -157,3 +157,12 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     if not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise LinvitError(f"{path} holds no plain list of weights: save model.state_dict() as safetensors")
     return cast(dict[str, Tensor], state)
+
+
+def register_auto_classes() -> None:
+    """Let transformers' Auto classes open what linvit saved: `AutoModelForImageClassification.from_pretrained(folder)`
+    then gives what `linvit.load(folder)` does. Converting or opening a Hugging Face model does so too."""
+    try:
+        from linvit.conversion import huggingface  # noqa: F401
+    except ImportError as error:
+        raise LinvitError(f"transformers is missing or too old ({error}): pip install linvit[transformers]") from None

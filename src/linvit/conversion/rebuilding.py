@@ -27,7 +27,7 @@ from linvit.errors import LinvitError, reason, unknown
 # Settings that matter in training only, or that the machine decides: a rebuilt model may differ in them. Swin's blocks
 # note the shift they were first built with; what counts is shift_size.
 PASSING = {"training", "distilled_training", "grad_checkpointing", "p", "drop_prob", "drop_rate", "scale_by_keep"}
-PASSING |= {"fused_attn", "impl", "target_shift_size"}
+PASSING |= {"fused_attn", "impl", "target_shift_size", "name_or_path"}
 PLAIN = (bool, int, float, str, type(None))
 
 

@@ -238,7 +238,7 @@ class UnrolledHost(Host):
         size = stride * self.window_size if self.use_mask_unit_attn else tokens
         units = tokens // size
         x = x.reshape(batch, size, units, -1).transpose(1, 2).flatten(0, 1)
-        q, k, v = unpack(self.qkv(x), 3, self.shape(self).heads)
+        q, k, v = unpack(self.qkv(x), 3, self.shape(self).heads or 1)
         if stride > 1:
             q = q.unflatten(2, (stride, -1)).amax(2)
         out = self.project_out(self._attend(q, k, v, x), q)

@@ -103,8 +103,15 @@ def usage(config: SavedConfig, repo: str) -> str:
     lines = lines if config.classes else lines[:5]
     if config.model_type:
         auto = "AutoModelForImageClassification" if "Classification" in config.model else "AutoModel"
-        lines += ["", "With transformers' own classes:", "", "```python", "import linvit.conversion.huggingface"]
-        lines += [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("{repo}")', "```"]
+        lines += ["", "With transformers' own classes:", "", "```python"]
+        lines += ["from linvit.conversion import register_auto_classes"]
+        lines += [
+            f"from transformers import {auto}",
+            "",
+            "register_auto_classes()",
+            f'model = {auto}.from_pretrained("{repo}")',
+            "```",
+        ]
     return "\n".join(lines)
 
 
@@ -216,7 +223,8 @@ def speed_rows(file: Path, config: SavedConfig) -> list[tuple[str, ...]]:
     data: dict[str, Any] = read_json(file)
     if data.get("model") != config.model:
         return []
-    rows, softmax = [], {}
+    rows: list[tuple[str, ...]] = []
+    softmax: dict[Any, float] = {}
     where = data.get("environment", {}).get("hardware", "")
     for row in data["rows"]:
         if row.get("status") != "ok":

@@ -63,10 +63,10 @@ def push_to_hub(
     own in the folder stays as it is. The token is that of `hf auth login` unless given.
     """
     if isinstance(model, nn.Module):
-        with tempfile.TemporaryDirectory() as folder:
-            save(model, folder)
+        with tempfile.TemporaryDirectory() as beside:
+            save(model, beside)
             return push_to_hub(
-                folder, repo, revision=revision, private=private, token=token, message=message, bench=bench
+                beside, repo, revision=revision, private=private, token=token, message=message, bench=bench
             )
     folder, ready = Path(model), prepare(model, repo, bench)
     from huggingface_hub import HfApi, constants

@@ -158,5 +158,6 @@ def stages(model: nn.Module) -> Iterator[tuple[Any, tuple[Strides, Strides]]]:
     for owner in model.modules():
         if isinstance(owner, HieraModel):
             every = tuple((rows, columns) for rows, columns in owner.unroll_schedule)
-            layers = [layer.attn for stage in owner.encoder.stages for layer in stage.layers]
+            encoder: Any = owner.encoder
+            layers = [layer.attn for stage in encoder.stages for layer in stage.layers]
             yield from ((attn, (left, every)) for attn, left in ahead(layers, every, "query_stride"))

@@ -46,7 +46,9 @@ class HFSwinHost(_Windows, SwinAttention):
     def _position(self) -> Tensor | None:
         return None if self.relative_position_bias is None else self.relative_position_bias()
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Any:
         self.passing.wanted = attentions_wanted(kwargs.get("output_attentions"))
         x, grid = hidden_states, self.grid(self, (hidden_states,), Grids())
         q, k, v = (self.split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
@@ -113,7 +115,8 @@ class _SamBase(MapHost, ChannelsLastHost):
 def with_weights(module: Any, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> Any:
     """Forward hook of layers that stay: where attentions are wanted, PyTorch's attention has none and the plain one is
     asked. It comes before the hook that records them."""
-    return type(module).__base__.forward(module, *args, **named) if attentions_wanted() else out
+    plain: Any = type(module).__base__
+    return plain.forward(module, *args, **named) if attentions_wanted() else out
 
 
 class HFSamHost(_SamBase, SamVisionAttention):
