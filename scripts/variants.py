@@ -21,9 +21,9 @@ from linvit.training.recipes import recipe
 ASIDE = {"seed", "epochs", "warmup_epochs", "eval_epochs", "test_crop", "input_size", "compile", "ema_ramp", "stages"}
 
 
-def changes(config: Mapping[str, Any]) -> str:
+def changes(config: Mapping[str, Any], task: str = "classify") -> str:
     """The settings of a run that are not its recipe's, as `--set` takes them; stages in shares of the whole."""
-    usual = recipe(config["recipe"]).to_dict()
+    usual = recipe(config["recipe"], task=task).to_dict()
     found = [
         f"{key}={config[key]}" for key in usual if key in config and key not in ASIDE and config[key] != usual[key]
     ]
@@ -34,7 +34,9 @@ def changes(config: Mapping[str, Any]) -> str:
         share = round(given["epochs"] / whole * of, 3)
         found += [f"stages.{name}.epochs={share:g}"] if share != stage["epochs"] else []
         found += [
-            f"stages.{name}.{key}={value}" for key, value in given.items() if key != "epochs" and value != stage[key]
+            f"stages.{name}.{key}={value}"
+            for key, value in given.items()
+            if key != "epochs" and value != stage.get(key)
         ]
     return " ".join(found)
 

@@ -66,7 +66,10 @@ def test_commands_exist(document: Path) -> None:
     "document",
     [
         ROOT / "README.md",
-        *(ROOT / "docs" / name for name in ("index.md", "conversion.md", "training.md", "dense.md", "comparison.md")),
+        *(
+            ROOT / "docs" / name
+            for name in ("index.md", "conversion.md", "training.md", "features.md", "dense.md", "comparison.md")
+        ),
     ],
     ids=lambda path: path.name,
 )

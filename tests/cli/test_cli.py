@@ -64,10 +64,11 @@ VERBS = {
         *("model", "--to", "--output", "--size", "--dynamic", "--precision", "--data", "--calibrate", "--photographs"),
         *("--pretrained", "--model-arg", "--root", "--json"),
     },
+    "push": {"folder", "repo", "--revision", "--private", "--bench", "--message", "--dry-run", "--json"},
     "predict": {"model", "images", "--output", "--threshold", "--size", "--device", "--json"},
     "compare": {
         *("what", "--output", "--mode", "--model", "--model-arg", "--backbone", "--plan", "--data", "--root"),
-        *("--recipe",),
+        *("--recipe", "--task"),
         *("--set", "--seeds", "--patch-sizes", "--size", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
         *("--only", "--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
     },

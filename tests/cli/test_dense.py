@@ -16,6 +16,7 @@ from linvit.tasks.dense.loading import DenseSource
 from linvit.training.logs import read_log
 from tests.cli.training import Linvit
 from tests.dense_fixture import CATEGORIES, write_ade, write_voc
+from tests.tasks.features.pictures import write_tiles
 
 TRUNK = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 SMALL = {
@@ -199,6 +200,28 @@ def test_what_is_off_gets_no_speed(linvit: Linvit, segmenter: Path, tmp_path: Pa
     assert outcome.code == 1 and "wrong" in outcome.out
 
 
+@pytest.mark.parametrize("which", ["segmenter", "detector"])
+def test_photographs_without_annotations(
+    linvit: Linvit, which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The backbone is aligned with the original's; the head, which nobody could teach, stays."""
+    model, photos = request.getfixturevalue(which), write_tiles(tmp_path / "photos", side=64)
+    for file in sorted(photos.iterdir())[8:]:
+        file.unlink()
+    args = ["train", str(model), f"--data={photos}", *SHORT[1:], "--recipe=fast", "-o", str(tmp_path / "run")]
+    outcome = linvit(*args, "--plan=stella", "--set=stages.maps.fit=4")
+    assert outcome.code == 0, outcome.err
+    assert f"{photos} has no annotations: stage finetune is left out, and nothing is judged" in outcome.err
+    assert {r["stage"] for r in read_log(tmp_path / "run") if r["kind"] == "train"} == {"align", "maps"}
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "last"))
+    moved = {name.partition(".")[0] for name in before if name in after and not torch.equal(before[name], after[name])}
+    assert moved == {"backbone"}
+    refused = linvit(
+        "train", str(model), f"--data={photos}", *SHORT, "--recipe=finetune", "-o", str(tmp_path / "other")
+    )
+    assert refused.code == 2 and "has no annotations to learn from: give a set in COCO's" in refused.err
+
+
 def test_mistakes(linvit: Linvit, voc: Path, segmenter: Path, detector: Path, tmp_path: Path) -> None:
     masks = write_ade(tmp_path / "ade", 32)
     here = [f"--data={voc}", *SHORT, "-o", str(tmp_path / "run")]
@@ -213,7 +236,7 @@ def test_mistakes(linvit: Linvit, voc: Path, segmenter: Path, detector: Path, tm
         (["train", *VIT, "--pyramid=simple", *here], "--pyramid is of detectors and segmenters"),
         (["train", *VIT, "--head=semantic_fpn", "--pyramid=own", *here], "give pyramid='simple' or pyramid='adapter'"),
         (["train", *VIT, "--head=semantic_fpn", "--plan=stella", *here, "--recipe=fast"], "has learnt nothing yet"),
-        (["train", *VIT, "--head=semantic_fpn", *here, "--recipe=fast"], "learns from a teacher: give --teacher"),
+        (["train", *VIT, "--head=semantic_fpn", *here, "--recipe=fast"], "learns from a teacher: give --plan"),
         (["train", *head("semantic_fpn"), *here, "--loader=resident"], "leave --loader resident out"),
         (["train", str(segmenter), "--head=upernet", *here], "has its head, semantic_fpn: leave --head"),
         (["train", *head("semantic_fpn"), *here, "--recipe=deit"], "unknown recipe to segment 'deit'"),

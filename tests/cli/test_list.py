@@ -21,7 +21,7 @@ def test_everything_registered_is_listed(linvit: Callable[..., Outcome]) -> None
     assert outcome.code == 0
     names = {kind: [row["name"] for row in rows] for kind, rows in outcome.json.items()}
     every = {"mechanisms": list_mechanisms(), "models": list_models(), "plans": list_plans()}
-    assert names == every | {"recipes": [*list_recipes(), *list_recipes("detect")]}
+    assert names == every | {"recipes": [*list_recipes(), *list_recipes("detect"), *list_recipes("features")]}
 
 
 @pytest.mark.parametrize("kind", ["mechanisms", "models", "plans", "recipes", "settings"])

@@ -46,7 +46,7 @@ def test_bad_data(linvit: Linvit, tmp_path: Path, data: Callable[[Path], Path], 
     [
         (["--recipe=mixo"], "unknown recipe 'mixo'; did you mean mixa"),
         (["--plan=mixo"], "unknown plan 'mixo'; did you mean mixa"),
-        (["--recipe=fast"], "give --teacher, --plan to learn from the original, or --recipe finetune"),
+        (["--recipe=fast"], "give --plan to learn from the original, --teacher, or a recipe that needs none"),
         (["--set=lr=fast"], "lr=fast: a number expected"),
         (["--loader=disk"], "unknown loader 'disk'"),
         (["--set=random_sizes=8,12"], "cannot take images of 12 pixels"),

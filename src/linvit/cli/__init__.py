@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from linvit.cli import bench_edge, compare, convert, export, plan, predict, report, show, tables, theory, train
+from linvit.cli import bench_edge, compare, convert, export, plan, predict, push, report, show, tables, theory, train
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.cli.output import flush, say, settle_streams
@@ -50,6 +50,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "eval": eval_verb.eval_,
     "predict": predict.predict,
     "export": export.export,
+    "push": push.push,
     "compare": compare.compare,
     "report": report.report,
 }

@@ -22,14 +22,17 @@ Keep = Annotated[int | None, typer.Option("--keep", min=0, help="So many layers 
 Drop = Annotated[str, typer.Option("--drop", help="What to give up beyond what the plan does, such as relative_bias.")]
 
 # Models and images.
+MODEL = "A timm model, a folder that linvit or transformers saved, or user/name on the hub."
 Size = Annotated[str, typer.Option(metavar="PIXELS", help="Image size, such as 384x512; the model's own unless told.")]
 Sizes = Annotated[str, typer.Option(metavar="PIXELS", help="Image sizes, with commas, such as 224,384x512.")]
-ModelArg = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")]
-Pretrained = Annotated[bool, typer.Option(help="Start from timm's weights.")]
+ModelArg = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model, or of a config.")
+]
+Pretrained = Annotated[bool, typer.Option(help="Start from timm's or the hub's weights.")]
 Teacher = Annotated[str, typer.Option(metavar="MODEL_OR_DIR", help="Whom to learn from, or to compare with.")]
 
 # Detectors and segmenters.
-Task = Annotated[str, typer.Option(help="classify, detect or segment; what the model does unless told.")]
+Task = Annotated[str, typer.Option(help="classify, detect, segment or features; what the model does unless told.")]
 Head = Annotated[str, typer.Option(help="What goes on a trunk to detect or segment, such as faster_rcnn or upernet.")]
 Pyramid = Annotated[str, typer.Option(help="How a trunk comes to four maps: own, or for a ViT simple or adapter.")]
 
@@ -38,7 +41,7 @@ Recipe = Annotated[
     str,
     typer.Option(
         help="mixa, castling, qtvit, mobile, fair, deit, finetune, distil or fast; to detect or segment mixa-coco, "
-        "mixa-ade, qtvit-coco, qtvit-ade, castling-coco, castling-ade, finetune or fast."
+        "mixa-ade, qtvit-coco, qtvit-ade, castling-coco, castling-ade, finetune or fast; of features fast."
     ),
 ]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change the recipe.")]

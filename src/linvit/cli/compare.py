@@ -21,6 +21,7 @@ def compare(
     what: Annotated[str, typer.Argument(help="A preset, a TOML file or a result file; else go on with STORE.")] = "",
     output: Annotated[Path | None, arguments.output("STORE", "Where results go.")] = None,
     mode: Annotated[str, typer.Option(help="scratch, or distil from one softmax teacher.")] = "",
+    task: Annotated[str, typer.Option(help="features: of distil, learn the teacher's features without labels.")] = "",
     model: Annotated[str, typer.Option(help="fair, vit, a timm model, or a head to detect or segment with.")] = "",
     model_arg: arguments.ModelArg = None,
     backbone: Annotated[str, typer.Option(metavar="MODEL_OR_DIR", help="What a head stands on.")] = "",
@@ -69,7 +70,7 @@ def compare(
     if model_arg and not model:
         raise LinvitError("--model-arg sets something of a model: give --model too")
     given: dict[str, Any] = {"mode": mode, "data": data, "root": root, "recipe": recipe, "teacher": teacher}
-    given["backbone"] = backbone
+    given |= {"backbone": backbone, "task": task}
     given |= {"plans": tuple(split_plans(plan)), "settings": tuple(set_ or ())}
     given["architecture"] = {"model": model, **arguments.pairs(model_arg, "--model-arg")} if model else {}
     for name, text in (("seeds", seeds), ("patch_sizes", patch_sizes), ("size", size)):

@@ -129,6 +129,9 @@ def scored(record: dict[str, Any]) -> str:
     """What an evaluation found. The metrics of detectors and segmenters are fractions there."""
     if "top1" in record:
         return f"top-1 {record['top1']:.2f}"
+    if "cosine" in record:
+        by_labels = f"kNN {record['knn']:.2f}, " if "knn" in record else ""
+        return f"{by_labels}cosine {record['cosine']:.4f}"
     metric = "mAP" if "mAP" in record else "mIoU"
     return f"{metric} {100 * record[metric]:.2f}"
 
@@ -200,11 +203,12 @@ def print_setting(setting: Setting, keys: Sequence[str]) -> None:
     from linvit.comparison.reporting.wording import metric_name
 
     out, score = console(), metric_name(setting.metric)
-    columns = {"candidate": 14, "patch": -5, score: -12, "to softmax": -14, "params M": -8, "MACs M": -7, "ms": -7}
+    to = f"to {'teacher' if setting.of_features else 'softmax'}"
+    columns = {"candidate": 14, "patch": -5, score: -12, to: -14, "params M": -8, "MACs M": -7, "ms": -7}
     out.print(styled((setting.title, "bold")))
     out.print(table((result_cells(row, timing) for row, timing, _ in rows), **columns))
-    paired = "seeds and images" if rows[0][0].first.by_image else "seeds"
-    notes = ["± is the 95 % interval over seeds", f"“to softmax” is paired over {paired}"]
+    paired = "seeds and images" if rows[0][0].first.accuracy.correct else "seeds"
+    notes = ["± is the 95 % interval over seeds", f"“{to}” is paired over {paired}"]
     parts = {row.first.model.counted for row, _, _ in rows} - {None}
     notes += [f"MACs are of the {part}" for part in parts]
     first, _, clock = rows[0]
@@ -231,6 +235,8 @@ def json_rows(setting: Setting, keys: Sequence[str] = ()) -> list[dict[str, Any]
         label = {name: getattr(row.label, name) for name in ("candidate", "mode", "patch", "size")}
         found: dict[str, Any] = {row.metric: row.score.mean, f"{row.metric}_interval": row.score.interval}
         found |= {"interval": row.interval, **row.metrics}
+        found |= {f"{name}_difference": delta.mean for name, delta in row.deltas.items()}
+        found |= {f"{name}_difference_interval": delta.interval for name, delta in row.deltas.items()}
         found |= {"difference": row.delta and row.delta.mean, "difference_interval": row.delta and row.delta.interval}
         counts = {name: getattr(row.first.model, name) for name in ("parameters", "macs", "tokens")}
         against, kind = row.against if row.delta else None, "teacher" if row.is_teacher else "run"

@@ -1,4 +1,5 @@
-"""`linvit eval`: what a classifier gets right, what a detector finds, which pixels a segmenter knows."""
+"""`linvit eval`: what a classifier gets right, what a detector finds, which pixels a segmenter knows, what a backbone's
+features are worth."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +15,12 @@ from linvit.errors import LinvitError
 if TYPE_CHECKING:
     from linvit.tasks.classify.metrics import Evaluation
     from linvit.tasks.detect.metrics import DetectionMetrics
+    from linvit.tasks.features.metrics import FeatureEvaluation
     from linvit.tasks.segment.metrics import SegmentationMetrics
 
 
 def eval_(
-    model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help="A folder linvit saved, or a timm model.")],
+    model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help=arguments.MODEL)],
     data: arguments.Data,
     task: arguments.Task = "",
     teacher: arguments.Teacher = "",
@@ -27,7 +29,7 @@ def eval_(
     per_class: Annotated[bool, typer.Option("--per-class", help="Print every class.")] = False,
     output: Annotated[Path | None, arguments.output("FILE", "A JSON file of each image's choice.")] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Images at a time; 256 to classify, 16 to detect or segment.")
+        int | None, typer.Option(min=1, help="Images at a time; 256 to classify, 16 to detect or segment, 128 else.")
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     pretrained: arguments.Pretrained = True,
@@ -39,20 +41,24 @@ def eval_(
     as_json: Json = False,
 ) -> None:
     """Measure a classifier: top-1 with its standard error, top-5, each class, and agreement with a teacher. Of a
-    detector, COCO's twelve numbers for boxes and masks; of a segmenter, mIoU, mAcc and pAcc.
+    detector, COCO's twelve numbers for boxes and masks; of a segmenter, mIoU, mAcc and pAcc. Of a backbone (--task
+    features), with a teacher the cosines of patches and images and how often both have the same nearest neighbour; with
+    labels kNN and a ridge probe.
 
     Of a set without splits what the model's training held out is measured, or all if nobody trained on it.
 
     \b
     Example: linvit eval runs/mixa/best --data imagenet --teacher deit_tiny_patch16_224
     Example: linvit eval runs/voc/best --data VOC2012 --per-class
+    Example: linvit eval runs/dino/best --task features --data photos --teacher vit_small_patch14_dinov2
     """
     from linvit.tasks import evaluate
     from linvit.tasks.kinds import kind_of
 
     arguments.check_file(output)
     found: Any
-    classifying = kind_of(model, task).task == "classify"
+    wanted = kind_of(model, task).task
+    classifying = wanted == "classify"
     if output is not None and not classifying:
         raise LinvitError("--output is for each image's choice, which classifiers make: take --json here")
     built = {"pretrained": pretrained, "model_args": arguments.pairs(model_arg, "--model-arg")}
@@ -69,12 +75,17 @@ def eval_(
     if not first_process():
         return
     if as_json:
-        numbers = {"images": len(found.labels)} if classifying else {}
+        numbers: dict[str, Any] = {}
+        if wanted in ("classify", "features"):
+            numbers["images"] = len(found.labels) if classifying else found.images
         numbers |= found.metrics()
-        numbers |= {"per_class": found.per_class} if not classifying or found.labelled else {}
+        if wanted != "features" and (not classifying or found.labelled):
+            numbers["per_class"] = found.per_class
         print_json({"model": model, "data": data, "split": split or "auto", **numbers})
     elif classifying:
         print_evaluation(found, per_class)
+    elif wanted == "features":
+        print_features(found)
     else:
         print_dense(found, per_class)
     if output is not None:
@@ -92,6 +103,26 @@ def print_evaluation(found: "Evaluation", per_class: bool) -> None:
     if found.agreement is not None and found.kl is not None:
         out.print(f"agrees with the teacher on {found.agreement:.2f} %, KL {found.kl:.4f}")
     print_classes({name: f"{rate:.2f}" for name, rate in found.per_class.items()}, "top-1", per_class)
+
+
+def print_features(found: "FeatureEvaluation") -> None:
+    out, metrics = console(), found.metrics()
+    shown, images = shown_metrics(metrics), f"{found.images:,} images"
+    if "patch_cosine" in metrics:
+        patch, whole = (shown[f"{part} cosine"] for part in ("patch", "class"))
+        out.print(
+            styled("cosine with the teacher: patch ", (patch, "bold"), ", class ", (whole, "bold"), f" on {images}")
+        )
+    if maps := [f"{value:.4f}" for name, value in metrics.items() if name.startswith("map")]:
+        out.print(f"of the maps before, from the finest: {', '.join(maps)}")
+    if "neighbours" in metrics:
+        out.print(styled("the same nearest neighbour for ", (f"{shown['neighbours']} %", "bold")))
+    for name in ("knn", "probe"):
+        if name in metrics:
+            beside = f"teacher_{name}"
+            other = f", the teacher {metrics[beside]:.2f} %" if beside in metrics else ""
+            title = "kNN" if name == "knn" else name
+            out.print(styled(f"{title} ", (f"{metrics[name]:.2f} %", "bold"), f"{other} of {images}"))
 
 
 def print_dense(found: "DetectionMetrics | SegmentationMetrics", per_class: bool) -> None:

@@ -90,23 +90,23 @@ def plans() -> Rows:
 
 
 def recipes() -> Rows:
-    from linvit.training.dense_recipes import DENSE_RECIPES
-    from linvit.training.recipes import RECIPES
+    from linvit.training.recipes import recipes_of
 
     return [
         {"name": name, "task": task, "summary": first_sentence(made)}
-        for task, known in (("classify", RECIPES), ("detect, segment", DENSE_RECIPES))
-        for name, made in known.items()
+        for task in ("classify", "detect, segment", "features")
+        for name, made in recipes_of(task.split(",")[0]).items()
     ]
 
 
 def settings(recipe: str, task: str) -> Rows:
+    from linvit.tasks.kinds import TASKS
     from linvit.training import list_recipes
     from linvit.training import recipe as named_recipe
     from linvit.training.config import list_settings
 
-    if task not in ("", "classify", "detect", "segment"):
-        raise unknown("task", task, ("classify", "detect", "segment"))
+    if task not in ("", *TASKS):
+        raise unknown("task", task, TASKS)
     dense = recipe not in list_recipes() and recipe in list_recipes("detect")
     return list_settings(named_recipe(recipe, task=task or ("detect" if dense else "classify")) if recipe else None)
 

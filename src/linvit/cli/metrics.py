@@ -6,8 +6,11 @@ NAMES = {
     **{"top1": "top-1", "top5": "top-5", "agreement": "agreement", "kl": "KL"},
     **{"mAP": "mAP", "AP50": "AP50", "mask_mAP": "mask mAP", "mask_AP50": "mask AP50"},
     **{"mIoU": "mIoU", "mAcc": "mAcc", "pAcc": "pAcc"},
+    **{"patch_cosine": "patch cosine", "class_cosine": "class cosine", "neighbours": "neighbours"},
+    **{"knn": "kNN", "probe": "probe"},
 }
-PERCENT = ("top1", "top5", "agreement")  # what is measured in percent; KL is not, and the others are shares
+PERCENT = ("top1", "top5", "agreement", "neighbours", "knn", "probe")  # what is measured in percent
+BARE = ("kl", "patch_cosine", "class_cosine")  # what is no share, nor shown as one; the others are shares
 
 
 def shown_metrics(record: Mapping[str, float]) -> dict[str, str]:
@@ -16,7 +19,7 @@ def shown_metrics(record: Mapping[str, float]) -> dict[str, str]:
     for key, name in NAMES.items():
         if key in record:
             value = record[key]
-            shown[name] = f"{value:.4f}" if key == "kl" else f"{value:.2f}" if key in PERCENT else percent(value)
+            shown[name] = f"{value:.4f}" if key in BARE else f"{value:.2f}" if key in PERCENT else percent(value)
     return shown
 
 

@@ -24,7 +24,7 @@ Watch = Callable[[dict[str, Any]], None]
 
 
 def train(
-    model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A timm model, or a folder linvit saved.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help=arguments.MODEL)],
     data: arguments.Data,
     output: Annotated[Path, arguments.output("RUN_DIR", "Where the run is kept.")],
     recipe: arguments.Recipe = "fast",
@@ -56,11 +56,13 @@ def train(
     from the teacher alone. RUN_DIR gets log.jsonl, checkpoints and, in the end, the models `last` and `best`. A killed
     run goes on with --resume. Start it with `torchrun --nproc_per_node 8 -m linvit train` to use several GPUs.
 
-    To detect or segment, a classifier becomes the trunk of a --head; a detector or segmenter is trained as it is.
+    To detect or segment, a classifier becomes the trunk of a --head; a detector or segmenter is trained as it is. With
+    --task features a model without its classifier learns to give the features of its original, from any images.
 
     \b
     Example: linvit train deit_tiny_patch16_224 --data imagenet --plan mixa --recipe fast -o runs/mixa
     Example: linvit train swin_tiny_patch4_window7_224 --head faster_rcnn --data VOC2012 --recipe finetune -o runs/voc
+    Example: linvit train vit_small_patch14_dinov2 --task features --data photos --plan relu_linear -o runs/dino
     """
     from linvit.tasks import train as run
     from linvit.training import close_process_group

@@ -85,6 +85,7 @@ class TrainingIdentity(Structure):
     config: dict[str, Any]
     seed: int
     teacher: TrainedTeacher | Named | None = None
+    task: str = field(default="", metadata=SPARSE)  # features: learnt without labels; else what the model is made for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,8 @@ class EpochAccuracy:
 @dataclass(frozen=True)
 class Accuracy:
     """What the last weights get right, in percent, and how it came about; epoch 0 is before any training. `score` is
-    the top-1 of a classifier, the mAP of a detector, the mIoU of a segmenter, as `metric` says."""
+    the top-1 of a classifier, the mAP of a detector, the mIoU of a segmenter, the kNN accuracy of a backbone or without
+    labels its cosine with the teacher, as `metric` says."""
 
     epochs: tuple[EpochAccuracy, ...]
     score: float = field(metadata=SCORE)
@@ -174,7 +176,8 @@ class Accuracy:
     loss: float | None
     correct: str  # a bit for each validation image, in base64; empty where images are not right or wrong
     metric: str = field(default=TOP1, metadata=SPARSE)
-    metrics: dict[str, float] = field(default_factory=dict, metadata=SPARSE)  # all that a detector or segmenter has
+    metrics: dict[str, float] = field(default_factory=dict, metadata=SPARSE)  # all, where there are others than top-1
+    right: dict[str, str] = field(default_factory=dict, metadata=SPARSE)  # of these, as `correct` is of the score
     per_class: dict[str, float] = field(default_factory=dict, metadata=SPARSE)  # the metric, of each class
 
 
@@ -290,13 +293,21 @@ class Run(Result):
     @cached_property
     def right(self) -> np.ndarray | None:
         """Which validation images it got right; None where nobody can say, or the bits do not fit the accuracy."""
+        return self.unpacked(self.accuracy.correct, self.score)
+
+    def right_by(self, metric: str) -> tuple[float, np.ndarray | None]:
+        """The same by another metric than the main one, after its value."""
+        value = self.accuracy.metrics[metric]
+        return value, self.unpacked(self.accuracy.right.get(metric, ""), value)
+
+    def unpacked(self, text: str, score: float) -> np.ndarray | None:
         images = self.data.validation
         try:
-            packed = base64.b64decode(self.accuracy.correct, validate=True)
+            packed = base64.b64decode(text, validate=True)
         except ValueError:
             return None
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8))[:images]
-        if not images or len(bits) != images or abs(100 * float(bits.mean()) - self.score) > 51 / images:
+        if not images or len(bits) != images or abs(100 * float(bits.mean()) - score) > 51 / images:
             return None
         return bits.astype(bool)
 

@@ -1,4 +1,4 @@
-"""What `linvit.train` and `linvit.evaluate` ask of a kind of task; classify, detect and segment each answer it."""
+"""What `linvit.train` and `linvit.evaluate` ask of a kind of task; each task answers it."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from linvit.conversion import Plan, open_model
+from linvit.conversion.hub.fetching import kind_in, repository
+from linvit.conversion.rebuilding import hugging
 from linvit.conversion.saving import read_config
 from linvit.errors import LinvitError
 from linvit.images import Progress, quiet
@@ -21,7 +23,7 @@ from linvit.training.checkpoints import Watch
 Model = nn.Module | str | Path
 Note = Callable[[str], None]
 DEFAULT_HEADS = {"detect": "faster_rcnn", "segment": "semantic_fpn"}
-TASKS = ("classify", *DEFAULT_HEADS)
+TASKS = ("classify", *DEFAULT_HEADS, "features")
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,18 @@ def kind_of(model: Model, task: str = "", head: str = "", pyramid: str = "") -> 
         raise LinvitError(f"{described(model)} has its head, {known}: leave --head and --pyramid out")
     if head and head not in HEADS:
         raise LinvitError(f"unknown head '{head}'; known: {', '.join(HEADS)}")
-    found = HEADS[known or head].task if known or head else task or "classify"
+    found = HEADS[known or head].task if known or head else task or ("features" if is_bare(model) else "classify")
     if task and task not in TASKS:
         raise LinvitError(f"unknown task '{task}'; known: {', '.join(TASKS)}")
     if task and task != found:
         raise LinvitError(f"--task {task}, but {known or head} is made to {found}: give one that fits the other")
+    if found in ("classify", "features") and pyramid:
+        raise LinvitError("--pyramid is of detectors and segmenters: give --task too")
+    if found == "features":
+        from linvit.tasks.features.kind import Backbones
+
+        return Backbones()
     if found == "classify":
-        if pyramid:
-            raise LinvitError("--pyramid is of detectors and segmenters: give --task too")
         from linvit.tasks.classify.kind import Classify
 
         return Classify()
@@ -106,6 +112,18 @@ def head_of(model: Model) -> str:
     """The name of the dense model that this is; none for others."""
     name = name_of(model)
     return name if name in HEADS else ""
+
+
+def is_bare(model: Model) -> bool:
+    """Whether a model says that it has no classifier, or is one of Hugging Face's without; a timm name says nothing."""
+    if isinstance(model, nn.Module):
+        bare = hugging(model) and type(model).__name__.endswith("Model")
+        return bare or getattr(model, "num_classes", None) == 0
+    if is_name(model):
+        return False
+    config = read_config(Path(model))
+    bare = config.model.startswith("transformers:") and config.model.endswith("Model")
+    return bare or config.args.get("num_classes") == 0
 
 
 def start_model(model: Model, seed: int, *, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
@@ -128,8 +146,11 @@ def tell(processes: Processes, watch: Watch | None, text: str) -> None:
 
 
 def is_name(model: Model) -> bool:
-    """Whether this is a timm name."""
-    return not isinstance(model, nn.Module) and not Path(model).is_dir()
+    """Whether this is a timm name, on the hub or not, and no other model there."""
+    if isinstance(model, nn.Module) or Path(model).is_dir():
+        return False
+    found = repository(str(model))
+    return found is None or found.name.startswith("timm/")
 
 
 def name_of(model: Model) -> str:
@@ -137,7 +158,8 @@ def name_of(model: Model) -> str:
     if isinstance(model, nn.Module):
         noted: Any = getattr(model, "linvit_origin", {})
         return str(noted.get("name") or (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or "")
-    return read_config(Path(model)).model if Path(model).is_dir() else str(model)
+    ours = Path(model).is_dir() and kind_in(Path(model)) not in ("transformers", "timm")
+    return read_config(Path(model)).model if ours else str(model)
 
 
 def described(what: Model | Plan | None) -> Any:

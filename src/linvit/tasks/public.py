@@ -67,7 +67,8 @@ def train(
     `teacher`, else its own, else the model before its conversion. Images without labels are learnt from it alone.
 
     To `detect` or `segment`, a classifier becomes the trunk of a model with this `head`, by this `pyramid` where it is
-    a plain ViT; a detector or segmenter is trained as it is. See docs/dense.md.
+    a plain ViT; a detector or segmenter is trained as it is. See docs/dense.md. With the task `features` a model
+    without a classifier learns the final features of its original, from any images. See docs/features.md.
 
     In `output` the run is logged and kept in checkpoints, from which it goes on with `resume`, and ends in the models
     `last` and `best`. With `ema` the averaged weights are those that are evaluated and given; `model` keeps its own.
@@ -159,7 +160,8 @@ def evaluate(
     progress: Progress = quiet,
 ) -> Any:
     """Measure a model on every image of a set: a classifier image by image and, with a `teacher`, how often the two
-    agree; a detector by COCO's metrics, a segmenter by its mIoU.
+    agree; a detector by COCO's metrics, a segmenter by its mIoU; the features of a backbone by their cosines with a
+    teacher's and, with labels, by kNN and a probe.
 
     `model` is a model, a folder that linvit saved or a timm name; `data` a name, a folder or a tar of images, or an
     opened set. Of a set with splits the validation split is meant unless `split` says otherwise; of one without, what

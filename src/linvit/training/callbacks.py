@@ -257,6 +257,25 @@ class RandomSizes(Callback):
         return self.task.resize(batch, sizes[int(torch.randint(len(sizes), (), generator=draw))])
 
 
+class StageSizes(Callback):
+    """The image sizes that a stage goes through one after the other, each for an equal part of its steps."""
+
+    at: Position | None = None
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def before_stage(self, at: Position) -> None:
+        self.at = at
+
+    def change_batch(self, batch: Batch, step: int) -> Batch:
+        at = self.at
+        if at is None or not at.stage.sizes:
+            return batch
+        sizes, share = at.stage.sizes, (step - at.start) / (at.end - at.start)
+        return self.task.resize(batch, sizes[int(share * len(sizes))])
+
+
 class BatchNormStatistics(Callback):
     """Before an evaluation, as in EfficientViT, the running statistics become the mean over the first images of the
     training set, as they come augmented but not mixed, and over all processes. The rest of the model stays in
@@ -295,6 +314,7 @@ def make_callbacks(
     made += [drop_path] if drop_path.progress else []
     made += [masks] if masks.names else []
     made += [RandomSizes(config, task)] if config.random_sizes else []
+    made += [StageSizes(task)] if any(stage.sizes for stage in config.stages) else []
     if config.ema is not None:
         average = Average(model, config.ema, config.ema_ramp)
         made += [average, Mesa(config, model, average, processes)] if config.mesa else [average]

@@ -23,7 +23,7 @@ CHOICES = {
     "train_interpolation": ("model", "random", "bilinear", "bicubic"),
     "precision": ("fp32", "bf16", "fp16"),
     "compile": ("auto", "off", "blocks", "default", "reduce-overhead", "max-autotune"),
-    "objective": ("alignment", "features", "supervised"),
+    "objective": ("alignment", "features", "final", "supervised"),
     "inputs": ("teacher", "student"),
     "resize": ("square", "longest", "shortest"),
 }
@@ -40,7 +40,7 @@ SHARES = (
     "milestones"
 )
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {  # what they must be: which, and whether one is
-    "above 0": (f"{POSITIVE} test_crop size random_sizes", lambda value: 0 < value < math.inf),
+    "above 0": (f"{POSITIVE} test_crop size random_sizes sizes", lambda value: 0 < value < math.inf),
     "0 or more": (NOT_NEGATIVE, lambda value: 0 <= value < math.inf),
     "between 0 and 1": (SHARES, lambda value: 0 <= value <= 1),
     "0 or more and below 1": ("betas momentum", lambda value: 0 <= value < 1),
@@ -63,7 +63,7 @@ class Stage:
 
     name: str
     objective: str = setting(
-        "supervised", "what is learnt: to do as the original's layers did, as its blocks did, or labels and teacher"
+        "supervised", "what is learnt: the original's layers, its blocks, its final features, or labels and teacher"
     )
     epochs: float = setting(1, "how long it is")
     lr: float | None = setting(None, "learning rate; the recipe's unless set")
@@ -74,7 +74,10 @@ class Stage:
     logits: float = setting(0, "of features: weight of the distance between the logits, at the recipe's temperature")
     fit: int = setting(0, "images to solve the linear maps behind converted layers on, before the stage begins")
     features: float = setting(
-        0, "of supervised: weight of the distance between the blocks' outputs, beside the distillation"
+        0, "of supervised and final: weight of the distance between the blocks' outputs, beside the rest"
+    )
+    sizes: tuple[int, ...] = setting(
+        (), "image sizes that the stage goes through, each for an equal part of it; none: the recipe's", sparse=True
     )
 
     def __post_init__(self) -> None:
@@ -218,6 +221,9 @@ class Config:
             raise LinvitError("cooldown_epochs is for a training in one stage: leave it out")
         if len({stage.name for stage in self.stages}) < len(self.stages):
             raise LinvitError("two stages have one name")
+        largest = max((size for stage in self.stages for size in stage.sizes), default=0)
+        if self.size is not None and largest > self.size:
+            raise LinvitError(f"a stage has images of {largest} pixels, read at {self.size}: set size={largest}")
 
     def scaled(self, lr: float) -> float:
         """A learning rate at this batch size."""
@@ -226,6 +232,11 @@ class Config:
     def plan_of_stages(self) -> tuple[Stage, ...]:
         """The stages, of which there is always one."""
         return self.stages or (Stage("train", "supervised", self.epochs + self.cooldown_epochs),)
+
+    @property
+    def sides(self) -> set[int]:
+        """The image sizes of the training, as far as the recipe names others than `size`."""
+        return {*self.random_sizes, *(size for stage in self.stages for size in stage.sizes)}
 
     @property
     def needs_teacher(self) -> bool:

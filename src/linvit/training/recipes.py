@@ -11,6 +11,7 @@ from dataclasses import replace
 from linvit.errors import unknown
 from linvit.training.config import Config, Stage
 from linvit.training.dense_recipes import DENSE_RECIPES
+from linvit.training.feature_recipes import FEATURE_RECIPES
 
 RANDAUGMENT = "rand-m9-mstd0.5-inc1"
 REGNET = "regnety_160.deit_in1k"  # the teacher of DeiT and LeViT
@@ -184,13 +185,18 @@ RECIPES: dict[str, Callable[[str], Config]] = {
 
 
 def recipe(name: str, model: str = "", task: str = "classify") -> Config:
-    """The named recipe's values for a model. Detectors and segmenters have recipes of their own."""
-    known = RECIPES if task == "classify" else DENSE_RECIPES
+    """The named recipe's values for a model. Detectors and segmenters, and backbones, have recipes of their own."""
+    known = recipes_of(task)
     if name not in known:
-        raise unknown("recipe" if task == "classify" else f"recipe to {task}", name, known, "linvit list recipes")
+        what = {"classify": "recipe", "features": "recipe of features"}.get(task, f"recipe to {task}")
+        raise unknown(what, name, known, "linvit list recipes")
     return known[name](model)
 
 
 def list_recipes(task: str = "classify") -> list[str]:
     """The names of the recipes of a task."""
-    return list(RECIPES if task == "classify" else DENSE_RECIPES)
+    return list(recipes_of(task))
+
+
+def recipes_of(task: str) -> dict[str, Callable[[str], Config]]:
+    return {"classify": RECIPES, "features": FEATURE_RECIPES}.get(task, DENSE_RECIPES)

@@ -106,10 +106,10 @@ def open_dense_sets(data: str, root: str, head: str, workers: int = 0) -> DenseS
     return DenseSets(train, validation, workers)
 
 
-def describe(data: str, root: str, head: str) -> DataDescription:
-    """A set for a head; without one, for classifiers."""
+def describe(data: str, root: str, head: str, task: str = "") -> DataDescription:
+    """A set for a head; without one, for classifiers, or for backbones, which can do without labels."""
     if not head:
-        return describe_data(data, root)
+        return describe_data(data, root, unlabelled=task == "features")
     sets = open_dense_sets(data, root, head)
     assert sets.validation is not None
     key = digest([split_digest(sets.train), split_digest(sets.validation)])

@@ -62,7 +62,7 @@ def read_request(
     found: dict[str, Task] = {}
     for comparison in request.comparisons:
         try:
-            facts = describe(comparison.data, comparison.root, comparison.head)
+            facts = describe(comparison.data, comparison.root, comparison.head, comparison.task)
         except LinvitError:
             if not guess:
                 raise
@@ -113,7 +113,7 @@ def repeat(path: Path, changes: dict[str, Any]) -> Request:
     if tasks[-1].kind == "speed":
         return Request(tasks)
     wanted, places = tasks[-1].training.data, tasks[-1].places
-    facts = describe(places["data"], places.get("root", ""), tasks[-1].identity.head)
+    facts = describe(places["data"], places.get("root", ""), tasks[-1].identity.head, tasks[-1].training.task)
     if facts.digest != wanted.digest:
         raise LinvitError(f"{facts.name} is not the set of {path.name}: give --data {wanted.name}, the same one")
     return Request(tasks, data={facts.digest: facts})
@@ -144,7 +144,7 @@ class LeftOut:
 def survey(comparison: Comparison, data: DataDescription | None = None) -> tuple[list[Task], list[LeftOut]]:
     """All tasks: teachers, then runs with a candidate's seeds in a row, then speeds; and what `all` left out. `data` is
     what `describe_data` says, where it is known already."""
-    data = data or describe(comparison.data, comparison.root, comparison.head)
+    data = data or describe(comparison.data, comparison.root, comparison.head, comparison.task)
     found: dict[str, Task] = {}
     left_out: dict[LeftOut, None] = {}
     for part in comparison.parts():
@@ -172,15 +172,15 @@ class Expansion:
         self.architecture, size = self.read_architecture()
         self.model_name: str = self.architecture["model"]
         self.task = HEADS[self.model_name].task if self.model_name in HEADS else "classify"
-        self.config = override(self.recipe(part.recipe_name), part.settings)
+        self.config = override(self.recipe(part.recipe_name, part.task), part.settings)
         self.own_size = size or self.config.size or OWN_SIZE
         if part.mode == "scratch" and self.config.needs_teacher:
             raise LinvitError(f'recipe {part.recipe_name} learns from a teacher: set mode = "distil" or another recipe')
         if part.mode == "distil" and not self.config.needs_teacher:
             raise LinvitError(f"recipe {part.recipe_name} does not distil: use fast or mixa, or set distillation=soft")
 
-    def recipe(self, name: str) -> Config:
-        return named_recipe(name, self.model_name, self.task)
+    def recipe(self, name: str, task: str = "") -> Config:
+        return named_recipe(name, self.model_name, task or self.task)
 
     def read_architecture(self) -> tuple[dict[str, Any], int | None]:
         """What every candidate is built from, and its own image size; of a detector or segmenter only a teacher has
@@ -253,6 +253,8 @@ class Expansion:
         """The softmax model that the candidates learn from, where none is given."""
         if self.part.mode == "scratch" or self.part.teacher:
             return
+        if not self.classes:
+            raise LinvitError(f"{self.data.name} has no labels to train a teacher with: give teacher = … (--teacher)")
         name = self.part.teacher_recipe_name
         config = override(self.recipe(name), self.part.teacher_settings)
         if config.needs_teacher:
@@ -268,7 +270,7 @@ class Expansion:
             structure = replace(softmax, candidate=read_candidate(name))
             if structure in wanted:
                 continue
-            if self.config.random_sizes and not mechanism_class(name).capabilities.any_tokens and not self.part.size:
+            if self.config.sides and not mechanism_class(name).capabilities.any_tokens and not self.part.size:
                 reason: str | None = "its number of tokens is fixed, and the recipe trains at several sizes"
             else:
                 reason = try_candidate(structure)
@@ -288,6 +290,7 @@ class Expansion:
             config=to_plain(replace(config, size=structure.size, random_sizes=())),
             seed=config.seed,
             teacher=self.teacher,
+            task=self.part.task if kind == "run" else "",
         )
         return Task(identity, label_of(structure, mode, config.seed, self.own_patch), self.places)
 

@@ -1,6 +1,7 @@
 """What is compared: a small TOML file, a preset's name, or flags, read into one frozen value and checked.
 
     mode = "scratch"                      # train every candidate, or "distil" from one softmax teacher
+    task = "features"                     # of distil: backbones learn the teacher's features, without labels
     data = "digits"
     plans = ["softmax", "stella", "mixa:keep=2"]
     [architecture]
@@ -24,6 +25,7 @@ from linvit.tasks.kinds import head_of
 
 ALL = "all"  # among the plans: every mechanism that fits
 MODES = ("scratch", "distil")
+TASKS = ("", "features")  # unless told, what the architecture is made for
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("cpu", "cuda")
 # The two architectures of our own, with what can be set of them; any other model is timm's, with timm's arguments.
@@ -71,6 +73,7 @@ class Comparison:
 
     plans: tuple[str, ...] = ("softmax", "all")
     mode: str = "scratch"
+    task: str = field(default="", metadata=SPARSE)  # features: the teacher's are learnt, and no labels
     architecture: dict[str, Any] = field(default_factory=lambda: {"model": "fair"})
     data: str = "digits"
     root: str = ""  # where a named set lies
@@ -87,11 +90,15 @@ class Comparison:
 
     def __post_init__(self) -> None:
         check_choices("mode", (self.mode,), MODES)
+        check_choices("task", (self.task,), TASKS)
         model = self.architecture.get("model")
         if not isinstance(model, str):
             raise LinvitError('the architecture needs a model: "fair", "vit", a timm model or a head\'s name')
         if model in OWN:
             check_choices(f"setting of architecture {model}", self.architecture.keys() - {"model"}, OWN[model])
+        if self.task and (self.mode != "distil" or self.head):
+            what = f"and {self.head} learns maps: leave the task out" if self.head else 'so set mode = "distil"'
+            raise LinvitError(f"task features learns a teacher's features, {what}")
         if self.teacher and self.mode != "distil":
             raise LinvitError('a teacher is for mode = "distil" (--mode distil)')
         for part in self.parts():

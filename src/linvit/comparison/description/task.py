@@ -107,8 +107,12 @@ class DataDescription(Named):
     validation: int | None
 
 
-def describe_data(data: str, root: str = "") -> DataDescription:
-    train, validation = open_data(data, root=root or None)
+def describe_data(data: str, root: str = "", *, unlabelled: bool = False) -> DataDescription:
+    """A set of images; one without labels, where that will do, has no classes."""
+    train, validation = open_data(data, root=root or None, unlabelled=unlabelled)
+    if not train.labelled:
+        key = digest([split_digest(train), split_digest(validation)])
+        return DataDescription(Path(data).name, key, 0, len(train), len(validation))
     name, classes = Path(data).name if Path(root or ".", data).exists() else data, train.class_count or 1000
     if not isinstance(train, Images):
         return DataDescription(name, None, classes, None, None)

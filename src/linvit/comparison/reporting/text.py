@@ -82,8 +82,9 @@ def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
     distil = setting.mode == "distil"
     others = [name for name in SECONDARY if any(name in row.metrics for row in rows)]
     part = next((f" ({row.first.model.counted})" for row in rows if row.first.model.counted), "")
-    heads = ["candidate", f"{metric_name(setting.metric)}, %", "Δ softmax, points"]
-    heads += [f"{metric_name(name)}, %" for name in others]
+    base = "teacher" if setting.of_features else "softmax"
+    heads = ["candidate", f"{metric_name(setting.metric)}, %", f"Δ {base}, points"]
+    heads += [f"{metric_name(name)}, %{' (Δ)' if any(name in row.deltas for row in rows) else ''}" for name in others]
     heads += ["zero-shot, %", *(["agrees, %", "KL"] if setting.by_image else [])] if distil else []
     heads += ["seeds", "parameters", f"MACs{part}", "× softmax", "latency alone, ms", "images/s alone", "memory"]
     single, batch = (clock_of(rows, many=many) for many in (False, True))
@@ -93,7 +94,7 @@ def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
         spread = f" ± {(ends[1] - ends[0]) / 2:.2f}" if ends else ""
         cells = [row.name, f"{row.score.mean:.2f}{spread}"]
         cells.append(change(delta.mean, delta.interval) if delta else "–")
-        cells += [f"{row.metrics[name]:.2f}" if name in row.metrics else "–" for name in others]
+        cells += [beside(row, name) for name in others]
         if distil:
             found = row.conversion
             numbers = (found.zero_shot, found.agreement, found.kl) if found else [None] * 3
@@ -106,6 +107,14 @@ def results(setting: Setting, rows: Sequence[CandidateRow]) -> str:
     chips = dict.fromkeys(clock.chip for clock in (single, batch) if clock)
     timed = f"\n\n{ALONE} Timed on {plain(listing(list(chips)))}." if chips else ""
     return table(heads, lines) + timed
+
+
+def beside(row: CandidateRow, name: str) -> str:
+    """Another metric than the main one, with its difference to the teacher where that is known."""
+    if name not in row.metrics:
+        return "–"
+    delta = row.deltas.get(name)
+    return f"{row.metrics[name]:.2f}" + (f" ({change(delta.mean, delta.interval)})" if delta else "")
 
 
 def front(rows: Sequence[CandidateRow]) -> str:

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
-SECONDARY = ("AP50", "AP75", "mask_mAP", "mask_AP50", "mask_AP75", "mAcc", "pAcc")  # in tables, beside the main one
+SECONDARY = (  # in tables, beside the main one
+    *("AP50", "AP75", "mask_mAP", "mask_AP50", "mask_AP75", "mAcc", "pAcc"),
+    *("probe", "neighbours", "patch_cosine", "class_cosine"),
+)
 
 
 def metric_name(metric: str) -> str:
     """A metric as people write it: `top-1`, `mask mAP`."""
-    return {"top1": "top-1"}.get(metric, metric.replace("_", " "))
+    return {"top1": "top-1", "knn": "kNN"}.get(metric, metric.replace("_", " "))
 
 
 def minus(text: str) -> str:

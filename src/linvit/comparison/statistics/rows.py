@@ -11,6 +11,7 @@ from linvit.comparison.results import Conversion, Drift, Label, Run, Speed, Spee
 from linvit.comparison.statistics.estimates import (
     Difference,
     Estimate,
+    Scored,
     average,
     difference,
     estimate,
@@ -21,6 +22,7 @@ from linvit.comparison.statistics.speeds import Ladder, ladders, normalised
 
 T = TypeVar("T")
 BASELINE = "softmax"
+OTHERS = ("probe",)  # metrics beside the main one whose difference to the teacher is told
 MODES = {"scratch": "Trained from scratch", "distil": "Distilled from softmax"}
 OWN = ("seed", "teacher", "input_size", "eval_epochs")  # of a recipe's config: what runs of one setting may differ in
 
@@ -40,6 +42,7 @@ class CandidateRow:
     seeds: list[int] = field(init=False)
     score: Estimate = field(init=False)
     delta: Difference | None = None
+    deltas: dict[str, Difference] = field(default_factory=dict)  # by other metrics, to the teacher
     ladders: list[Ladder] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -51,12 +54,12 @@ class CandidateRow:
 
     @property
     def metric(self) -> str:
-        """What the score is: top1, mAP or mIoU."""
+        """What the score is: top1, mAP, mIoU, knn or cosine."""
         return self.first.accuracy.metric
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All metrics of a detector or segmenter: means over seeds."""
+        """All metrics of a detector, segmenter or backbone: means over seeds."""
         return means_by_name([run.accuracy.metrics for run in self.runs])
 
     @property
@@ -126,6 +129,10 @@ class Setting:
     def by_image(self) -> bool:
         return self.rows[0].first.by_image
 
+    @property
+    def of_features(self) -> bool:
+        return self.rows[0].first.identity.task == "features"
+
     def places(self, *, teachers: bool) -> list[list[CandidateRow]]:
         """The rows that are compared with each other, with or without the teacher that they learnt from."""
         found: dict[tuple[int, int, str], list[CandidateRow]] = defaultdict(list)
@@ -152,7 +159,9 @@ def settings(results: Results) -> list[Setting]:
     for rows in by_setting.values():
         # A teacher that was trained as part of the comparison stands beside those that learnt from it.
         taught = {teacher_of(row.first.identity) for row in rows} & results.teachers.keys()
-        rows += [CandidateRow([results.teachers[key]], is_teacher=True) for key in sorted(taught)]
+        # One that was trained to classify is no row among those that are judged by their features.
+        beside = [results.teachers[key] for key in sorted(taught)]
+        rows += [CandidateRow([run], is_teacher=True) for run in beside if run.accuracy.metric == rows[0].metric]
         add_differences(rows)
     add_ladders([row for rows in by_setting.values() for row in rows], results.speeds)
     made = [Setting(key, title(rows), rows[0].label.mode, tuple(rows)) for key, rows in by_setting.items()]
@@ -208,6 +217,7 @@ def title(rows: Sequence[CandidateRow]) -> str:
     run = rows[0].first
     architecture, config, how = run.identity.architecture, run.identity.config, run.label.mode
     words = [f"{'Trained' if run.identity.head and how == 'scratch' else MODES.get(how, how)} on {run.data.name}"]
+    words = [f"Features aligned on {run.data.name}"] if run.identity.task == "features" else words
     model = architecture.get("model")
     words += (
         [f"{model} on {'a trained ' if 'trunk' in architecture else ''}{architecture.get('backbone')}"]
@@ -218,6 +228,7 @@ def title(rows: Sequence[CandidateRow]) -> str:
     )
     words += [f"recipe {config['recipe']}"] if config.get("recipe") else []
     words += [f"{config['epochs']:g} epochs"] if isinstance(config.get("epochs"), int | float) else []
+    words += [f"stages {' '.join(stage['name'] for stage in config['stages'])}"] if run.identity.task else []
     return ", ".join(words)
 
 
@@ -227,14 +238,30 @@ def add_differences(rows: Sequence[CandidateRow]) -> None:
     teachers = {row.first.key: row for row in rows if row.is_teacher}
     for row in rows:
         base = softmax.get(row.place) or teachers.get(teacher_of(row.first.identity))
+        base = None if row.first.identity.task == "features" else base
         if base is row or row.is_teacher:
             continue
         row.baseline, row.against = base, "the teacher" if base is None or base.is_teacher else BASELINE
         if base is not None:
             row.delta = paired(row, base)
         else:
-            known = {run.seed: (run.conversion.teacher_score, None) for run in row.runs if run.conversion is not None}
-            row.delta = difference({run.seed: (run.score, None) for run in row.runs}, known)
+            row.delta = to_teacher(row)
+            row.deltas = {name: delta for name in OTHERS if (delta := to_teacher(row, name)) is not None}
+
+
+def to_teacher(row: CandidateRow, metric: str = "") -> Difference | None:
+    """The difference to a teacher that is no row here, image by image where its own are known: of a backbone's."""
+    ours: dict[int, Scored] = {}
+    theirs: dict[int, Scored] = {}
+    for run in row.runs:
+        beside = f"teacher_{metric or run.accuracy.metric}"
+        known = beside in run.accuracy.metrics
+        if not metric and run.conversion is not None:
+            ours[run.seed] = run.score, run.right if known else None
+            theirs[run.seed] = run.right_by(beside) if known else (run.conversion.teacher_score, None)
+        elif metric and known:
+            ours[run.seed], theirs[run.seed] = run.right_by(metric), run.right_by(beside)
+    return difference(ours, theirs)
 
 
 def paired(row: CandidateRow, base: CandidateRow) -> Difference | None:

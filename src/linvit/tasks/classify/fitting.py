@@ -110,7 +110,7 @@ class ClassifierFitting(Fitting):
         classes = checks.outputs_of(model)
         train, validation = checks.match_sets(sets.train, sets.validation, model, classes)
         checks.check_labels(config, train, validation)
-        preprocessing = Preprocessing.of(model, config.size or max(config.random_sizes, default=None), config.test_crop)
+        preprocessing = Preprocessing.of(model, config.size or max(config.sides, default=None), config.test_crop)
         model.to(processes.device)
         if phases is None:
             self.prepare(model, teacher, preprocessing)
@@ -137,7 +137,7 @@ class ClassifierFitting(Fitting):
         """Bring the model into the recipe's form, and see that it, the teacher and the recipe go together."""
         config, device = self.config, self.processes.device
         self.prepare_model(model)
-        channels, sides = len(preprocessing.mean), {(side, side) for side in config.random_sizes}
+        channels, sides = len(preprocessing.mean), {(side, side) for side in config.sides}
         for shape in sides | ({preprocessing.size} if config.size or sides else set()):
             checks.check_size(model, shape, channels)
         if teacher is not None:

@@ -146,7 +146,7 @@ def gather(rows: np.ndarray) -> np.ndarray:
         return rows
     parts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, rows)
-    whole = np.empty((sum(len(part) for part in parts), rows.shape[1]))
+    whole = np.empty((sum(len(part) for part in parts), rows.shape[1]), rows.dtype)
     for rank, part in enumerate(parts):
         whole[rank :: len(parts)] = part
     return whole

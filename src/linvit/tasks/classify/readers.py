@@ -133,7 +133,8 @@ def folder_reader(root: Path, split: str, classes: dict[str, int] | None) -> Fil
     within = str(where.relative_to(root)) if chosen else None
     folders, loose = folders_in(where), images_right_in(where)
     if not (folders or loose):
-        raise no_classes(where)
+        hint = f"images belong in {where}/CLASS/, or right in it where they need no labels"
+        raise LinvitError(f"{where} holds no image and has no class folders: {hint}")
     if not folders:
         return FileReader(root, [(file, 0) for file in sorted(images_below(where), key=natural_key)], {}, within)
     if loose:

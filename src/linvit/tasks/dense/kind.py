@@ -1,5 +1,6 @@
 """Detection and segmentation, as `linvit.train` and `linvit.evaluate` ask for them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ class Dense(Kind):
             open_dense(data, self.task, masks=self.masks, root=reading.root) if isinstance(data, str | Path) else data
         )
         return DenseSets(opened[0], opened[1], reading.workers, reading.progress)
+
+    def settle(self, config: Config, sets: DenseSets, settings: list[str], note: Note) -> Config:
+        """The recipe for photographs that nobody annotated: what aligns with the original is all there is."""
+        kept = tuple(stage for stage in config.stages if stage.objective != "supervised")
+        if sets.train.labelled or kept == config.stages != ():
+            return config
+        if not kept:
+            hint = "give a set in COCO's, PASCAL VOC's or ADE20K's format, or --recipe fast and --plan"
+            raise LinvitError(f"{sets.train.name} has no annotations to learn from: {hint}")
+        gone = ", ".join(stage.name for stage in config.stages if stage not in kept)
+        note(f"{sets.train.name} has no annotations: stage {gone} is left out, and nothing is judged")
+        return replace(config, stages=kept, epochs=sum(stage.epochs for stage in kept))
 
     def start(
         self, model: Model, sets: DenseSets, config: Config, *, pretrained: bool, args: dict[str, Any]

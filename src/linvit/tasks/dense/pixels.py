@@ -26,6 +26,13 @@ def open_picture(files: Files, name: str) -> Image.Image:
         return picture
 
 
+def read_photograph(files: Files, name: str) -> Tensor:
+    """The same of a photograph without annotations, turned as its EXIF says."""
+    raw = open_picture(files, name)
+    with naming(files.full(name), HINT):
+        return channels_first(eight_bits(upright(raw)).convert("RGB"))
+
+
 def read_image(files: Files, name: str, size: Size, source: str) -> Tensor:
     """A photograph, uint8 `(3, height, width)`, turned as its EXIF says, unless it has the `size` of its annotations
     only as it lies. They are `source`."""

@@ -4,6 +4,7 @@
     open_dense_split("VOCdevkit/VOC2012", "segment", "trainval")
 
 Formats are COCO's, PASCAL VOC's and folders of mask files like ADE20K's; `coco`, `voc` and `folders` say what they are.
+A folder of images and nothing else is a training set without annotations.
 """
 
 import os
@@ -14,6 +15,7 @@ from linvit.errors import LinvitError, unknown
 from linvit.tasks.classify.readers import SPLITS
 from linvit.tasks.dense import coco, folders, voc
 from linvit.tasks.dense.files import Files, join
+from linvit.tasks.dense.photographs import photographs_in
 from linvit.tasks.dense.samples import Samples, match_categories
 
 TASKS = ("detect", "segment")
@@ -32,7 +34,9 @@ def open_dense(
 ) -> tuple[Samples, Samples | None]:
     """The training and the validation split of a set, with the same categories; no validation split where the set has
     none. `masks` asks for a mask of each object as well; `root` is the folder of images for a single file of COCO's
-    format, which is a training split."""
+    format, which is a training split. Images without annotations are one, too, for stages that need none."""
+    if Path(data).suffix != ".json" and (loose := photographs_in(Files(data), ".", str(data), task, masks)) is not None:
+        return loose, None
     found = find(data, task, masks)
     train = read(found, data, task, "train", masks, root)
     if choose(found, "validation") is None:

@@ -60,6 +60,7 @@ class Samples:
     note: str = ""  # what a user should know of this split
 
     task = ""
+    labelled = True
 
     def __post_init__(self) -> None:
         if not self.rows:

@@ -32,6 +32,7 @@ TICK = 0.25  # seconds between two words to `watch` on where a run is
 LOSSES = {  # what a stage's loss is, for whoever sees it jump when the stage changes
     "alignment": "how far converted layers are from their originals",
     "features": "how far the outputs of the blocks are from the teacher's",
+    "final": "how far the final features are from the teacher's",
     "supervised": "that of the model's answers, by labels, teacher or both",
 }
 

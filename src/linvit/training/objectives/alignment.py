@@ -138,6 +138,6 @@ class FeatureAlignment(Compared):
         assert errors is not None
         loss, entries = errors.mean(), {"worst": errors.max().detach(), "features": errors.mean().detach()}
         if self.logits:
-            apart = divergence(logits_of(output), wanted, self.temperature)
+            apart = divergence(logits_of(output), logits_of(wanted).float(), self.temperature)
             loss, entries["distillation"] = loss + self.logits * apart, apart.detach()
         return {"loss": loss, **entries}

@@ -83,11 +83,11 @@ class Compared(Objective):
         watched = ((student, pairs), (teacher.model, {*pairs.values()}))
         self.activations = [Activations(model, outputs=names) for model, names in watched]
 
-    def ask(self, model: nn.Module, images: Tensor) -> tuple[Any, Tensor, Tensor | None]:
-        """The model's output, the teacher's logits, and how far each pair is apart."""
+    def ask(self, model: nn.Module, images: Tensor) -> tuple[Any, Any, Tensor | None]:
+        """The model's output, the teacher's, and how far each pair is apart."""
         ours, theirs = self.activations
         theirs.record()
-        wanted = self.teacher(images)
+        wanted = self.teacher.output(images)
         ours.record()
         output = model(images)
         seen, shown = ours.take()[1], theirs.take()[1]
@@ -131,7 +131,8 @@ class Distillation(Compared):
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         images, targets = batch
-        output, wanted, errors = self.ask(model, images)
+        output, answer, errors = self.ask(model, images)
+        wanted = logits_of(answer).float()
         logits, heard = self.heads(output)
         check_logits(heard, wanted)
         taught = self.compare(heard, wanted)

@@ -12,6 +12,7 @@ from linvit.training.engine.phases import Phase
 from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
 from linvit.training.objectives.dense import InBody, MapAlignment, ModelLosses, body
 from linvit.training.objectives.distillation import Distillation, Supervised
+from linvit.training.objectives.final import FinalAlignment
 from linvit.training.objectives.least_squares import fit_projections
 from linvit.training.objectives.teacher import Teacher
 from linvit.training.processes import LOWERED
@@ -41,6 +42,10 @@ def make_dense_phases(config: Config, student: nn.Module, teacher: nn.Module | N
         )
     if config.distillation != "none":
         raise LinvitError(f"distillation={config.distillation} is for classifiers: a detector or segmenter learns maps")
+    if any(stage.objective == "final" for stage in config.stages):
+        raise LinvitError(
+            "objective final is of backbones: a detector or segmenter aligns its maps, objective features"
+        )
     asked = None
     if teacher is not None:
         asked = Teacher(body(teacher), precision=LOWERED.get(config.precision))
@@ -67,6 +72,8 @@ def make_objective(
         return AttentionAlignment(teacher, student, inputs=stage.inputs)
     if stage.objective == "features" and teacher is not None:
         return FeatureAlignment(teacher, student, logits=stage.logits, temperature=config.temperature)
+    if stage.objective == "final" and teacher is not None:
+        return FinalAlignment(teacher, student, blocks=stage.features)
     supervised = Supervised(config.loss, smoothing=config.label_smoothing)
     plain = config.distillation == "none"
     if teacher is None or (plain and not stage.features):

@@ -46,13 +46,13 @@ class Teacher:
         """The logits."""
         return logits_of(self.output(images)).float()
 
-    def output(self, images: Tensor) -> Any:
-        """What the model gives."""
+    def output(self, images: Tensor, call: Callable[[Tensor], Any] | None = None) -> Any:
+        """What the model gives, or what `call` asks of it."""
         if self.colours is not None:
             scale, shift = self.colours
             images = images * scale.to(images.dtype) + shift.to(images.dtype)
         with torch.no_grad(), self.arithmetic(images):
-            return self.model(images.to(self.dtype))
+            return (call or self.model)(images.to(self.dtype))
 
     def arithmetic(self, like: Tensor) -> AbstractContextManager[Any]:
         lowered = self.precision is not None and self.precision != self.dtype

@@ -1,5 +1,5 @@
 """What a trained candidate is worth, as its result says it: of classifiers image by image and in half precision too, of
-detectors and segmenters by the metrics of a whole set."""
+detectors and segmenters by the metrics of a whole set, of backbones by kNN, probe and nearness to the teacher."""
 
 import base64
 import copy
@@ -18,6 +18,7 @@ from linvit.measurement.speed import relative_rms
 from linvit.tasks.classify.fitting import ClassifierFitting
 from linvit.tasks.classify.metrics import Evaluation
 from linvit.tasks.dense.fitting import BEST, DenseFitting
+from linvit.tasks.features.fitting import FeatureFitting
 from linvit.training import BatchSource
 from linvit.training.engine.phases import repeatable
 from linvit.training.objectives.teacher import logits_of
@@ -36,9 +37,11 @@ class Judged:
     drift: tuple[Drift, ...] = ()
 
 
-def judge(fitting: ClassifierFitting | DenseFitting, bench: Bench, evaluations: Records) -> Judged:
+def judge(fitting: ClassifierFitting | DenseFitting | FeatureFitting, bench: Bench, evaluations: Records) -> Judged:
     if isinstance(fitting, ClassifierFitting):
         return judge_classifier(fitting, bench, evaluations)
+    if isinstance(fitting, FeatureFitting):
+        return judge_features(fitting, bench, evaluations)
     return judge_dense(fitting, bench, evaluations)
 
 
@@ -63,8 +66,45 @@ def image_by_image(final: Evaluation, evaluations: Records) -> Accuracy:
         best=max(record[TOP1] for record in evaluations),
         standard_error=final.standard_error,
         loss=final.loss,
-        correct=base64.b64encode(np.packbits(final.correct).tobytes()).decode(),
+        correct=packed(final.correct),
     )
+
+
+def packed(right: np.ndarray) -> str:
+    """A bit for each image, in base64."""
+    return base64.b64encode(np.packbits(right).tobytes()).decode()
+
+
+def judge_features(fitting: FeatureFitting, bench: Bench, evaluations: Records) -> Judged:
+    """By kNN where there are labels, else by the cosine with the teacher's features, of which the teacher has 100 %.
+    The teacher's own kNN and probe are kept image by image too: differences are to them."""
+    final = fitting.evaluate()
+    found, right = on_hundred(final.metrics()), {name: packed(bits) for name, bits in final.right.items()}
+    metric = "knn" if "knn" in found else "cosine"
+    seen = [on_hundred(record)[metric] for record in evaluations]
+    curve = zip(evaluations, seen, strict=True)
+    score = found[metric]
+    accuracy = Accuracy(
+        epochs=tuple(EpochAccuracy(record["epoch"], value, None, record["seconds"]) for record, value in curve),
+        score=score,
+        top5=None,
+        best=max(seen),
+        standard_error=math.sqrt(score * (100 - score) / final.images) if metric in right else None,
+        loss=None,
+        correct=right.pop(metric, ""),
+        metric=metric,
+        metrics=found,
+        right=right,
+    )
+    taught = found.get(f"teacher_{metric}", 100.0)
+    return Judged(final.images, accuracy, Conversion(seen[0], taught, None, None, bench.report, bench.layers))
+
+
+def on_hundred(record: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of features, cosines in percent as the others are."""
+    names = ("neighbours", "knn", "probe", "teacher_knn", "teacher_probe")
+    found = {name: 100 * value for name, value in record.items() if name.endswith("cosine")}
+    return found | {name: record[name] for name in names if name in record}
 
 
 def judge_dense(fitting: DenseFitting, bench: Bench, evaluations: Records) -> Judged:

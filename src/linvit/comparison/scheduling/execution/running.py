@@ -33,6 +33,7 @@ from linvit.models.dense import DenseModel
 from linvit.tasks.checks import check_same
 from linvit.tasks.classify.fitting import ClassifierFitting, Sets
 from linvit.tasks.dense.fitting import DenseFitting
+from linvit.tasks.features.fitting import FeatureFitting
 from linvit.tasks.fitting import Fitting
 from linvit.training import Config, Output, Processes, make_processes
 from linvit.training.logs import read_log
@@ -89,7 +90,8 @@ def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: 
     sets = SHARED.data(task)
     work = store.work_folder(task.key)
     kind: Any = ClassifierFitting if isinstance(sets, Sets) else DenseFitting
-    fitting: ClassifierFitting | DenseFitting = kind(
+    kind = FeatureFitting if task.training.task == "features" else kind
+    fitting: ClassifierFitting | DenseFitting | FeatureFitting = kind(
         bench.model,
         sets,
         config,

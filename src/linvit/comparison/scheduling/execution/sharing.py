@@ -63,13 +63,13 @@ class Shared:
     def data(self, task: Task) -> Sets | DenseSets:
         """The task's training and validation set, from where this machine has it, if it is the same set."""
         name, root, head = task.places["data"], task.places.get("root", ""), task.identity.head
-        wanted = task.training.data.digest
+        wanted, of_features = task.training.data.digest, task.training.task == "features"
         if (name, root, wanted) not in self.sets:
-            check_digest(name, "set", describe(name, root, head).digest, wanted)
+            check_digest(name, "set", describe(name, root, head, task.training.task).digest, wanted)
             self.sets[name, root, wanted] = (
                 open_dense_sets(name, root, head, WORKERS if torch.cuda.is_available() else 0)
                 if head
-                else Sets(*open_data(name, root=root or None), held=self.held)
+                else Sets(*open_data(name, root=root or None, unlabelled=of_features), held=self.held)
             )
         return self.sets[name, root, wanted]
 
