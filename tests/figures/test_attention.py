@@ -62,6 +62,7 @@ def test_rollout_is_the_product_of_the_maps(plan: str) -> None:
     expected = torch.eye(17)
     for layer in seen.layers:
         whole = torch.stack([layer.row(query).mean(0) for query in range(17)])
+        torch.testing.assert_close(layer.rows(range(17)).mean(0), whole)
         sums = whole.sum(-1, keepdim=True)
         assert plan != "" or torch.allclose(sums, torch.ones_like(sums), atol=1e-5)
         expected = 0.5 * (torch.where(sums > 0, whole / sums, whole) + torch.eye(17)) @ expected

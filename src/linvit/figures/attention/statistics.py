@@ -42,7 +42,7 @@ class Rows:
 
     @cached_property
     def rows(self) -> Tensor:
-        return torch.stack([self.layer.row(query) for query in self.queries], dim=1)
+        return self.layer.rows(self.queries)
 
     @property
     def shares(self) -> Tensor:
