@@ -84,9 +84,12 @@ def rows(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> l
 def linear(formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
     """What linear attention launches, forward and backward."""
     q, k, v, dq, dk, dv = rows(dtype, batch, heads, tokens, dim)
+    turn = [meta(torch.float32, tokens, dim) if formula.turn else None for _ in range(2)]
+    given = (None, *turn, meta(torch.float32) if formula.squared else None, None, None)
     with recorded() as found:
-        out, state = linear_launch.forward(q, k, v, None, None, formula, True, signature_of(q, k, v))
-        linear_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, None, [state], formula, False)
+        out, state = linear_launch.forward(q, k, v, given, formula, True, signature_of(q, k, v))
+        wanted = (given[3] is not None, False, False)
+        linear_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, given, [state], formula, wanted)
     return found
 
 
@@ -97,8 +100,8 @@ def relu_quadratic(
     bias = meta(dtype, 1, heads, tokens, tokens) if biased else None
     with recorded() as found:
         options = relu_quadratic_launch.Options()
-        (out,) = relu_quadratic_launch.forward(q, k, v, None, bias, options, True, signature_of(q, k, v))
-        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, bias, [], options, biased)
+        (out,) = relu_quadratic_launch.forward(q, k, v, (None, bias), options, True, signature_of(q, k, v))
+        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, (None, bias), [], options, (biased,))
     return found
 
 
@@ -106,8 +109,8 @@ def mobile(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) ->
     q, k, v, dq, dk, dv = rows(dtype, batch, heads, tokens, dim)
     options = Options(dim, False, 1e-6)
     with recorded() as found:
-        out, *saved = mobile_launch.forward(q, k, v, None, None, options, True, signature_of(q, k, v))
-        mobile_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, None, saved, options, False)
+        out, *saved = mobile_launch.forward(q, k, v, (None,), options, True, signature_of(q, k, v))
+        mobile_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, (None,), saved, options, ())
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linvit.kernels import linear as launch
 from linvit.kernels.fused import packed_source
-from linvit.kernels.linear import Formula, linear_attention, op
+from linvit.kernels.linear import Formula, layout, linear_attention, op
 from tests.kernels.linear_reference import DTYPES, FORMULAS, HALF, compare, draw, error, every, inputs, reference
 
 
@@ -63,7 +63,7 @@ def test_tokens_split_over_programs(
     name: str, saved: bool, device: torch.device, no_launches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way with partial states, at a size that would not take it."""
-    monkeypatch.setattr(launch, "SMALL", 16)
+    monkeypatch.setattr(layout, "SMALL", 16)
     monkeypatch.setattr(launch, "keeps_state", lambda *_: saved)
     compare(name, inputs(device, torch.float32, 1, 2, 300, 8))
 
@@ -143,7 +143,7 @@ def test_packed_projection_gets_a_packed_gradient(device: torch.device) -> None:
     separate = [t.detach().requires_grad_() for t in (q, k, v)]
     stacked = torch.autograd.grad(linear_attention(*separate, formula).sin().sum(), separate)
     wanted = torch.stack(stacked).permute(1, 3, 0, 2, 4).reshape(flat.shape)
-    for out in (linear_attention(q, k, v, formula), op.packed(qkv.view(2, 24, 3, 2, 8), None, None, formula)):
+    for out in (linear_attention(q, k, v, formula), op.packed(qkv.view(2, 24, 3, 2, 8), (None,) * 6, formula)):
         flat.grad = None
         out.sin().sum().backward(retain_graph=True)
         assert torch.equal(flat.grad, wanted)

@@ -97,12 +97,19 @@ class QuadraticTaylor(LinearAttention):
             return super().fusion(q, k, call)
         if self.variant == "compact":
             phi_q, phi_k = (phi[..., :-1] for phi in self.features(lift(q), lift(k), call))
-            formula = Formula("identity", row_sum=True, eps=self.eps)
-            return Fusion(phi_q, phi_k, formula, constant=self.gamma.float().square())
+            formula = Formula("identity", row_sum=True, eps=self.eps, squared=True)
+            return Fusion(phi_q, phi_k, formula, self.gamma)
         if self.position is not None:
             k = k + self.position(call.key_grid).to(k.dtype)
-        formula = Formula("square", row_sum=True, eps=self.eps, feature_eps=self.eps)
-        return Fusion(q, k, formula, constant=self.scale.float().square())
+        formula = Formula("square", row_sum=True, eps=self.eps, feature_eps=self.eps, squared=True)
+        return Fusion(q, k, formula, self.scale)
+
+    @property
+    def constant(self) -> Tensor | None:
+        return self.scale if self.variant == "released" else None
+
+    def does_all(self) -> bool:
+        return self.shortcut is None
 
     def expand(self, x: Tensor) -> Tensor:
         head_dim = x.shape[-1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linvit.kernels import fused
-from linvit.kernels.fused import Launch, Strides, launch_cache, power_of_two, processors, rows_like, signature_of
+from linvit.kernels.fused import Given, Launch, Strides, launch_cache, power_of_two, processors, rows_like, signature_of
 from linvit.kernels.operators import register
 from linvit.kernels.relu_quadratic import cpu
 
@@ -157,10 +157,10 @@ def extras(mask: Tensor | None, bias: Tensor | None) -> tuple[int, ...]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, options: Options, save: bool,
-    signature: tuple[Any, ...],
-) -> tuple[Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options, save: bool, signature: tuple[Any, ...]
+) -> tuple[Tensor]:
     """The output as a view of `(batch, queries, heads, value_dim)`, which is what the output projection reads."""
+    mask, bias = given
     if not on_triton(q):
         return (cpu.forward(q, k, v, mask, bias),)
     out = rows_like(v, q.shape[2])
@@ -171,20 +171,21 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, mask: Tensor | None,
-    bias: Tensor | None, saved: list[Tensor], options: Options, wanted: bool,
-) -> Tensor | None:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, given: Given,
+    saved: list[Tensor], options: Options, wanted: tuple[bool, ...],
+) -> tuple[Tensor | None]:  # fmt: skip
     """Writes dq, dk and dv, whose last dimension is dense, and returns the bias's gradient where that is wanted."""
+    mask, bias = given
     if not on_triton(q):
-        return cpu.backward(grad, q, k, v, dq, dk, dv, mask, bias, wanted)
+        return (cpu.backward(grad, q, k, v, dq, dk, dv, mask, bias, wanted[0]),)
     signature, inverse, others = signature_of(q, k, v), inverse_of(mask), extras(mask, bias)
     kinds = (mask is not None, None if bias is None else bias.dtype)
     launch = prepare("keys", signature, *kinds, grad.stride() + dk.stride()[:3] + dv.stride()[:3] + others)
     launch(q, k, v, grad, dk, dv, mask, inverse, bias)
     launch = prepare("queries", signature, *kinds, grad.stride() + dq.stride()[:3] + others)
     launch(q, k, v, grad, dq, mask, inverse, bias)
-    if bias is None or not wanted:
-        return None
+    if bias is None or not wanted[0]:
+        return (None,)
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     repeats = batch // len(bias)
     share = share_of(repeats, len(bias) * heads * -(-queries // 64) * -(-keys // 32), processors(q.device))
@@ -192,7 +193,7 @@ def backward(
     parts = torch.empty(shape, dtype=torch.float32, device=q.device)
     launch = prepare("bias", signature, *kinds, grad.stride() + others, repeats, share)
     launch(q, k, v, grad, bias, mask, inverse, parts)
-    return parts.sum(1).sum_to_size(bias.shape).to(bias.dtype)
+    return (parts.sum(1).sum_to_size(bias.shape).to(bias.dtype),)
 
 
 def share_of(images: int, tiles: int, processors: int) -> int:
@@ -216,7 +217,7 @@ def backward_flops(q: torch.Size, v: torch.Size, options: Options) -> int:
 op = register(
     fused.FusedOp(
         "relu_quadratic", Options, forward, backward,
-        flops=flops, backward_flops=backward_flops, learned="bias", cpu=True,
+        flops=flops, backward_flops=backward_flops, learned=("bias",), cpu=True,
     )
 )  # fmt: skip
 
@@ -229,4 +230,4 @@ def relu_quadratic(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, 
     """
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
-    return op(q, k, v, mask, bias, Options())
+    return op(q, k, v, (mask, bias), Options())
