@@ -23,7 +23,7 @@ from torch import Tensor
 from linvit.kernels import linear as linear_launch
 from linvit.kernels import mobile as mobile_launch
 from linvit.kernels import relu_quadratic as relu_quadratic_launch
-from linvit.kernels.fused import Launch, signature_of
+from linvit.kernels.fused import MEMORY, Launch, signature_of
 from linvit.kernels.linear import Formula
 from linvit.kernels.mobile import Options
 
@@ -59,13 +59,14 @@ class Recorder:
 
 
 @contextmanager
-def recorded() -> Iterator[Recorder]:
-    """Launches inside are planned for a large chip, noted, and not done."""
+def recorded(memory: int = MEMORY) -> Iterator[Recorder]:
+    """Launches inside are planned for a large chip with so much shared memory, noted, and not done."""
     made = Recorder()
     caches = (linear_launch.prepare, relu_quadratic_launch.prepare)
     for cache in (*caches, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
         cache.cache_clear()
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(linear_launch, "shared_memory", lambda device: memory))
         for module in LAUNCHERS:
             patches.enter_context(mock.patch.object(module, "processors", lambda device: PROCESSORS))
         patches.enter_context(mock.patch.object(Launch, "__call__", lambda launch, *given: made.note(launch, *given)))
@@ -81,12 +82,14 @@ def rows(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> l
     return [meta(dtype, batch, tokens, heads, dim).transpose(1, 2) for _ in range(6)]
 
 
-def linear(formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+def linear(
+    formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, memory: int = MEMORY
+) -> Recorder:
     """What linear attention launches, forward and backward."""
     q, k, v, dq, dk, dv = rows(dtype, batch, heads, tokens, dim)
     turn = [meta(torch.float32, tokens, dim) if formula.turn else None for _ in range(2)]
     given = (None, *turn, meta(torch.float32) if formula.squared else None, None, None)
-    with recorded() as found:
+    with recorded(memory) as found:
         out, state = linear_launch.forward(q, k, v, given, formula, True, signature_of(q, k, v))
         wanted = (given[3] is not None, False, False)
         linear_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, given, [state], formula, wanted)

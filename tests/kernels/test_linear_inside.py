@@ -99,6 +99,11 @@ def test_the_mechanisms_take_it(device: torch.device) -> None:
         assert len(mechanism.known) == (name in ("castling", "qt"))
         for out in outs[:2]:
             torch.testing.assert_close(out, outs[2], atol=1e-5, rtol=1e-4)
+    mechanism = create_attention("qt", heads=2, head_dim=8, shortcut=True, impl="triton").to(device).eval()
+    torch.nn.init.uniform_(mechanism.shortcut.norm.running_mean)
+    with torch.no_grad():
+        out, mechanism.impl = mechanism(q, k, v), "reference"
+        torch.testing.assert_close(out, mechanism(q, k, v), atol=1e-5, rtol=1e-4)
     learned = Rotary(rotary.cos.clone().requires_grad_(), rotary.sin, 4)
     why = create_attention("relu_linear").why_reference(q, k, v, grid, rotary=learned)
     assert why is not None and "learned" in why

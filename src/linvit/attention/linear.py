@@ -291,7 +291,8 @@ class LinearAttention(Mechanism):
         # Features computed outside come in float32, and float16 has too small a range for them.
         dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
         q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
-        formula, turn = fusion.formula, (None, None)
+        formula = fusion.formula
+        turn: tuple[Tensor | None, Tensor | None] = (None, None)
         if call.rotary is not None:
             cos, sin = call.rotary.cos, call.rotary.sin
             formula, turn = formula._replace(turn=call.rotary.turn), (cos, sin.expand_as(cos))

@@ -217,6 +217,19 @@ class NormShortcut(nn.Module):
     def forward(self, v: Tensor) -> Tensor:
         return F.gelu(run(self.norm, v.reshape(-1, v.shape[-1]))).reshape(v.shape)
 
+    def add(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`out` and the shortcut at the queries. In evaluation the norm is a factor and a shift, which the kernel of
+        the local branch takes as a filter of one tap."""
+        fixed = not (self.norm.training or torch.is_grad_enabled()) and call.grid == call.key_grid
+        if fixed and call.kernels and out.dtype == v.dtype and not exporting():
+            assert self.norm.running_mean is not None and self.norm.running_var is not None
+            factor = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
+            weight = factor.view(1, 1, -1, 1, 1)
+            if kernel.why_not(v, weight) is None:
+                shift = (self.norm.bias - self.norm.running_mean * factor).view(1, 1, -1)
+                return kernel.filtered(v, weight, shift, Grid(call.grid.tokens, 1), out, gelu=True)
+        return out + values_at_queries(self(v), call)
+
 
 def begin_at_zero(mechanism: nn.Module) -> None:
     """Let the local branches of a mechanism add nothing at first, and its gate take nothing. A pretrained model has no

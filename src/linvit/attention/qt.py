@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Call, NormShortcut, Shape, TokenGrid, lift, register, values_at_queries
+from linvit.attention import Call, NormShortcut, Shape, TokenGrid, lift, register
 from linvit.attention.linear import Constant, Formula, Fusion, LinearAttention, RowSum, Unnormalised
 from linvit.attention.options import Eps, Number
 from linvit.errors import LinvitError
@@ -134,7 +134,7 @@ class QuadraticTaylor(LinearAttention):
         return 2 * head_dim + 1 if self.beta else head_dim + 1
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        return out if self.shortcut is None else out + values_at_queries(self.shortcut(v), call)
+        return out if self.shortcut is None else self.shortcut.add(out, v, call)
 
 
 class KeyPosition(nn.Module):

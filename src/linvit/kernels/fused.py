@@ -81,10 +81,18 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
+MEMORY = 232_448  # bytes of shared memory that a program can have on an H200
+
+
 @torch.compiler.assume_constant_result
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory a program can have, on a GPU."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    """Bytes of shared memory that a program can have."""
+    return _shared_memory(device)
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else MEMORY
 
 
 @lru_cache(maxsize=64)

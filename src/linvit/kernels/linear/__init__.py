@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from linvit.kernels import fused, local
-from linvit.kernels.fused import Given, Launch, Strides, launch_cache, processors, rows_like, signature_of
+from linvit.kernels.fused import (
+    Given,
+    Launch,
+    Strides,
+    launch_cache,
+    processors,
+    rows_like,
+    shared_memory,
+    signature_of,
+)
 from linvit.kernels.linear.layout import (
     FEATURES,
     LONGEST_STRIDE,
@@ -83,10 +92,10 @@ def prepare(
 
     q, k, v, *strides, dtype, _, _, device, _, _ = signature
     (batch, heads, queries, head_dim), keys, value_dim = q, v[2], v[3]
-    layout = layout_of(heads, head_dim, value_dim, dtype.itemsize)
+    layout = layout_of(heads, head_dim, value_dim, dtype.itemsize, shared_memory(device))
     programs = layout.programs(batch, heads)
     sums = formula.row_sum or formula.feature in OVER_TOKENS
-    sizes = (queries, keys, processors(device), dtype.itemsize)
+    sizes = (queries, keys, processors(device), shared_memory(device), dtype)
     how = split_of(layout, programs, *sizes, row_sum=sums, backward=what == "backward")
     kernel = kernels.forward_kernel
     if what == "backward":
@@ -125,7 +134,7 @@ def prepare(
 def state_sizes(q: Tensor, v: Tensor, formula: Formula) -> tuple[tuple[int, ...]]:
     """The size of what forward saves, zero where it is nothing."""
     batch, heads, queries, head_dim = q.shape
-    layout = layout_of(int(heads), int(head_dim), int(v.shape[3]), q.dtype.itemsize)
+    layout = layout_of(int(heads), int(head_dim), int(v.shape[3]), q.dtype.itemsize, shared_memory(q.device))
     return ((layout.programs(batch, heads), layout.numbers) if keeps_state(layout, heads, queries) else (0,),)
 
 
@@ -226,16 +235,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, formula: Formula) -> str | None:
         return f"there is no kernel for the feature map '{formula.feature}'"
     if head_dim > WIDEST[size] or value_dim > WIDEST[2]:
         return f"features of {head_dim} or values of {value_dim} channels are too wide for {q.dtype}"
-    if (
-        q.is_cuda
-        and q.dtype == torch.float32
-        and max(head_dim, value_dim) > 64
-        and fused.shared_memory(q.device) < 168_000
-    ):
-        return "float32 heads wider than 64 need more shared memory than this GPU has"
     if formula.own and q.shape[2] != k.shape[2]:
         return "the term with the query's own value needs as many keys as queries"
-    if formula.norm and layout_of(q.shape[1], head_dim, value_dim, size).value_blocks > 1:
+    if formula.norm and layout_of(q.shape[1], head_dim, value_dim, size, shared_memory(q.device)).value_blocks > 1:
         return f"values of {value_dim} channels are too wide for the fused output norm"
     if max(q.stride()[2:] + k.stride()[2:] + v.stride()[2:]) > LONGEST_STRIDE:
         return "tokens or channels are further apart than 32-bit offsets reach"

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 """The feature maps of the kernels, their gradients, and the rotary position that turns features; pieces as in tiles.py.
 
 A turned feature is `f·cos + partner·sin`: pairs of channels are neighbours ("pairs"), or i and i + head_dim/2

@@ -11,7 +11,9 @@ there would be and how many tokens each would walk:
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from linvit.kernels.fused import power_of_two
+import torch
+
+from linvit.kernels.fused import MEMORY, power_of_two
 
 FEATURES = ("relu", "elu_plus_one", "sigmoid", "direction", "square", "softmax", "key_softmax", "identity")
 WIDEST = {2: 512, 4: 256}  # channels of a head that are served, by itemsize
@@ -69,6 +71,7 @@ class Layout:
 
 
 WIDE = 64  # columns that heads are grouped to: 128 bytes of half precision, a matrix instruction's height
+ENOUGH = 160_000  # bytes of shared memory with which a program need not spare any; graphics cards have 101,376
 LARGEST_STATE = {2: 128 * 128, 4: 128 * 64}  # numbers that fit a program's registers and shared memory, by itemsize
 
 
@@ -78,11 +81,12 @@ def pieces(dim: int) -> tuple[int, int]:
     return (WIDE, rest) if 0 < rest < WIDE else (power_of_two(dim), 0)
 
 
-def layout_of(heads: int, head_dim: int, value_dim: int, itemsize: int) -> Layout:
+def layout_of(heads: int, head_dim: int, value_dim: int, itemsize: int, memory: int = MEMORY) -> Layout:
     (key_width, key_rest), (value_width, value_rest) = pieces(head_dim), pieces(value_dim)
     group = min(max(1, WIDE // max(key_width + key_rest, value_width + value_rest)), power_of_two(heads))
     key_width, value_width = (max(w, 16 // group) for w in (key_width, value_width))
-    largest = min(128, LARGEST_STATE[itemsize] // (group * key_width + key_rest))
+    numbers = LARGEST_STATE[itemsize] // (2 if memory < ENOUGH and itemsize > 2 else 1)
+    largest = min(128, numbers // (group * key_width + key_rest))
     if value_width + value_rest > largest:
         value_width, value_rest = min(power_of_two(value_dim), 1 << (largest.bit_length() - 1)), 0
     blocks = -(-value_dim // (value_width + value_rest))
@@ -117,18 +121,24 @@ MOST_PARTS = 48  # partial states that are added up before more programs stop to
 
 
 def split_of(
-    layout: Layout, programs: int, queries: int, keys: int, processors: int, itemsize: int,
+    layout: Layout, programs: int, queries: int, keys: int, processors: int, memory: int, dtype: torch.dtype,
     row_sum: bool, backward: bool,
 ) -> Split:  # fmt: skip
-    """How to launch: measured on an H200 with bfloat16, over 1 to 768 programs and 196 to 12,544 tokens."""
+    """How to launch: measured on an H200 with bfloat16, over 1 to 768 programs and 196 to 12,544 tokens.
+
+    `memory` is what a program can have of shared memory; the chips of graphics cards have less than half of an H200's.
+    """
+    itemsize = dtype.itemsize
     columns = max(WIDE, layout.keys, layout.values)
     pieces = columns < 128
     block = max(16, 8192 // ((WIDE if pieces else columns) * itemsize))  # 8 KiB a tile, and the rest of a head
     warps = 4 if pieces and (columns == WIDE or itemsize == 2) else 8
     small = columns == WIDE and itemsize == 2
-    stages = 3 if small else 2
+    stages = 3 if small or (pieces and itemsize == 2 and not backward) else 2
     if small and not backward and programs > 4 * processors:
         stages = 4 if row_sum else 5  # three programs a processor: further ahead, and fuller last waves
+    if memory < ENOUGH and dtype != torch.bfloat16:  # states are in float32
+        block, stages = 16, 1
     registers = 168 if small and row_sum and backward else None  # three programs a processor, for a few spills
     tokens = max(queries, keys)
     if programs >= processors:

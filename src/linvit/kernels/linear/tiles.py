@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 """What the kernels of linear attention are made of: tiles of tokens, and a head's channels in one piece or two.
 
 Tiles are powers of two wide, and a head of 80 channels would waste more than half of every product in one of 128. So it

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 """A depthwise filter of the values over the token grid, and its gradients, in Triton.
 
 A program takes a block of tokens in raster order and a block of one head's channels, and reads the tile once for each
