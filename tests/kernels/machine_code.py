@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from linvit.kernels import linear as linear_launch
+from linvit.kernels import local as local_launch
 from linvit.kernels import mobile as mobile_launch
 from linvit.kernels import relu_quadratic as relu_quadratic_launch
 from linvit.kernels.fused import MEMORY, Launch, signature_of
@@ -29,19 +30,22 @@ from linvit.kernels.mobile import Options
 
 PROCESSORS = 132
 DISASSEMBLER = Path(triton.__path__[0], "backends", "nvidia", "bin", "nvdisasm")
-LAUNCHERS = (linear_launch, mobile_launch, relu_quadratic_launch)
+LAUNCHERS = (linear_launch, local_launch, mobile_launch, relu_quadratic_launch)
 
 
 class Chip:
     """As much of a Triton driver as compiling asks for."""
 
+    def __init__(self, capability: int = 90) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 99  # what is compiled for it is kept apart from what real devices run
+        return 1000 + self.capability  # what is compiled for it is kept apart from what real devices run
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -62,7 +66,7 @@ class Recorder:
 def recorded(memory: int = MEMORY) -> Iterator[Recorder]:
     """Launches inside are planned for a large chip with so much shared memory, noted, and not done."""
     made = Recorder()
-    caches = (linear_launch.prepare, relu_quadratic_launch.prepare)
+    caches = (linear_launch.prepare, relu_quadratic_launch.prepare, local_launch.prepare)
     for cache in (*caches, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
         cache.cache_clear()
     with ExitStack() as patches:
@@ -117,8 +121,20 @@ def mobile(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) ->
     return found
 
 
-def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Path) -> tuple[list[str], dict[str, int]]:
-    """The machine code, an instruction a line, and where its labels point."""
+def local(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+    """What a 5×5 filter over the grid launches, forward and backward."""
+    v, grad, out, *_ = rows(dtype, batch, heads, tokens, dim)
+    weight, bias = meta(torch.float32, 1, 1, dim, 5, 5), meta(torch.float32, 1, 1, dim)
+    grid = local_launch.Grid(tokens // 14, 14)
+    with recorded() as found:
+        local_launch.forward(v, weight, bias, grid, out, out)
+        local_launch.value_gradient(grad, weight, grid, out, out)
+        local_launch.weight_gradient(grad, v, weight, bias, grid, (False, True))
+    return found
+
+
+def build(launch: Launch, tensors: tuple[Tensor | None, ...], capability: int = 90) -> Any:
+    """The kernel compiled for a chip of this compute capability."""
     import triton.language as tl
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
@@ -126,8 +142,13 @@ def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Pat
     kinds = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.bool: tl.int1}
     pointers = [None if tensor is None else MockTensor(kinds[tensor.dtype]) for tensor in tensors]
     options = {name: value for name, value in launch.options.items() if value is not None}
-    with mock.patch.object(driver, "_active", Chip()):
-        compiled = launch.kernel.warmup(*pointers, *launch.values, grid=launch.grid, **options)
+    with mock.patch.object(driver, "_active", Chip(capability)):
+        return launch.kernel.warmup(*pointers, *launch.values, grid=launch.grid, **options)
+
+
+def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Path) -> tuple[list[str], dict[str, int]]:
+    """The machine code, an instruction a line, and where its labels point."""
+    compiled = build(launch, tensors)
     file = folder / "kernel.cubin"
     file.write_bytes(compiled.asm["cubin"])
     text = subprocess.run([DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
