@@ -70,7 +70,8 @@ def recorded(memory: int = MEMORY) -> Iterator[Recorder]:
     for cache in (*caches, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
         cache.cache_clear()
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(linear_launch, "shared_memory", lambda device: memory))
+        for module in (linear_launch, relu_quadratic_launch):
+            patches.enter_context(mock.patch.object(module, "shared_memory", lambda device: memory))
         for module in LAUNCHERS:
             patches.enter_context(mock.patch.object(module, "processors", lambda device: PROCESSORS))
         patches.enter_context(mock.patch.object(Launch, "__call__", lambda launch, *given: made.note(launch, *given)))
@@ -101,11 +102,18 @@ def linear(
 
 
 def relu_quadratic(
-    dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, *, biased: bool = False
+    dtype: torch.dtype,
+    batch: int,
+    heads: int,
+    tokens: int,
+    dim: int,
+    *,
+    biased: bool = False,
+    memory: int = MEMORY,
 ) -> Recorder:
     q, k, v, dq, dk, dv = (meta(dtype, batch, heads, tokens, dim) for _ in range(6))
     bias = meta(dtype, 1, heads, tokens, tokens) if biased else None
-    with recorded() as found:
+    with recorded(memory) as found:
         options = relu_quadratic_launch.Options()
         (out,) = relu_quadratic_launch.forward(q, k, v, (None, bias), options, True, signature_of(q, k, v))
         relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, (None, bias), [], options, (biased,))

@@ -59,6 +59,14 @@ def test_fits_the_shared_memory_of_other_chips(capability: int, dtype: torch.dty
         assert machine_code.build(launch, tensors, capability).metadata.shared <= memory
 
 
+@pytest.mark.parametrize("dim", [128, 256])
+def test_relu_quadratic_fits_graphics_cards(dim: int) -> None:
+    memory = 99 * 1024
+    found = machine_code.relu_quadratic(BF16, 64, 6, 1025, dim, biased=dim < 256, memory=memory)
+    for launch, tensors in found.calls.values():
+        assert machine_code.build(launch, tensors, 86).metadata.shared <= memory
+
+
 @pytest.mark.parametrize("capability", [86, 120])
 def test_the_local_branch_compiles_for_other_chips(capability: int) -> None:
     found = machine_code.local(BF16, 8, 6, 196, 64)

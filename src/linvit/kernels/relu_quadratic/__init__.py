@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from linvit.kernels import fused
-from linvit.kernels.fused import Given, Launch, Strides, launch_cache, power_of_two, processors, rows_like, signature_of
+from linvit.kernels.fused import (
+    Given,
+    Launch,
+    Strides,
+    launch_cache,
+    power_of_two,
+    processors,
+    rows_like,
+    shared_memory,
+    signature_of,
+)
 from linvit.kernels.operators import register
 from linvit.kernels.relu_quadratic import cpu
 
@@ -21,6 +31,7 @@ WIDEST = 256  # channels of a head that fit a program's registers
 FARTHEST = 2**23  # numbers between rows of a bias, of which a tile has up to 128
 FEW = 64  # tokens up to which the CPU does better without tiles
 MANY = 2048  # tokens from which the wider of two good blocks wins; below, less is lost at the ragged end
+ENOUGH = 160_000  # bytes of shared memory that every tile fits into as it is; graphics cards have 101,376
 WAVES = 4  # programs for each processor that are enough to keep it busy
 
 
@@ -110,6 +121,8 @@ def prepare(
     tokens = keys if which == "keys" else queries
     few = biased is not None or batch * heads * -(-tokens // 128) < 2 * processors(device)
     t = tiles(which, max(width, value_width), dtype.itemsize, tokens, few)
+    if shared_memory(device) < ENOUGH and max(width, value_width) > 64:
+        t = t._replace(stages=max(1, t.stages - 1))
     m, n = (t.walk, t.own) if which == "keys" else (t.own, t.walk)
     scale = head_dim**-0.5
     # The power of two below 1/√d, so that scaling is exact; what is left of 1/√d joins the factor at the end.
