@@ -226,14 +226,6 @@ def test_compiles_with_the_real_backend(name: str) -> None:
         torch.testing.assert_close(compiled, plain)
 
 
-@every
-def test_exports(case: Case) -> None:
-    grid = supported(case, TokenGrid(4, 6, 1))
-    module, tensors = Fixed(case.build(grid), grid), inputs(grid)
-    exported = torch.export.export(module, tensors).module()
-    torch.testing.assert_close(exported(*tensors), module(*tensors))
-
-
 class OfPicture(nn.Module):
     """A mechanism behind a picture of any size, as in a backbone: prefix tokens are the picture's mean."""
 

@@ -62,15 +62,6 @@ class Ear:
         return [record["kind"] for task, record in self.heard if task.key == key]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def signals() -> Iterator[None]:
-    """Ray leaves handlers of its own, which later tests of this process would meet."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     pytest.importorskip("ray")

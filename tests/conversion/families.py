@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from timm.models._efficientnet_blocks import MobileAttention
 from timm.models.gcvit import GlobalContextVitStage
 from timm.models.metaformer import MetaFormerStage
 from timm.models.mobilenetv3 import MobileNetV3
+from timm.models.mvitv2 import MultiScaleVitStage
 from timm.models.nest import NestLevel
 from torch import nn
 
@@ -24,6 +26,9 @@ def permitting(plan: str | Plan, **options: Any) -> Plan:
     """A plan that may give up everything here but pooling, where a mechanism cannot honour it."""
     chosen = as_plan(plan, **options)
     return replace(chosen, drop=(*chosen.drop, *DROP))
+
+
+BUILT: dict[str, nn.Module] = {}
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,14 @@ class Family:
     def __str__(self) -> str:
         return self.model
 
-    def build(self, seed: int = 0) -> nn.Module:
-        torch.manual_seed(seed)
+    def build(self) -> nn.Module:
+        """A new one each time; the first is kept, since timm's large models take long to be initialised."""
+        if self.model not in BUILT:
+            BUILT[self.model] = self.first()
+        return copy.deepcopy(BUILT[self.model])
+
+    def first(self) -> nn.Module:
+        torch.manual_seed(0)
         model = timm.create_model(self.model, num_classes=7, **self.options)
         if self.trim is not None:
             self.trim(model)
@@ -84,6 +95,8 @@ def few_blocks(model: Any) -> None:
             module.blocks = module.blocks[:1]
         elif isinstance(module, GlobalContextVitStage):
             module.blocks = module.blocks[:2]
+        elif isinstance(module, MultiScaleVitStage):
+            module.blocks = module.blocks[:1]
         elif isinstance(module, MobileNetV3):
             module.blocks = nn.Sequential(*(nn.Sequential(stage[0], *attention(stage)[:1]) for stage in module.blocks))
 
@@ -123,8 +136,8 @@ FAMILIES = [
     Family("pvt_v2_b2_li", {"depths": (1, 1, 1, 1), "embed_dims": (16, 32, 40, 64)}, size=256),
     Family("levit_128s", {"img_size": 128, "embed_dim": (32, 48, 64), "depth": (1, 1, 1)}, size=128),
     Family("levit_conv_128s", {"img_size": 128, "embed_dim": (32, 48, 64), "depth": (1, 1, 1)}, size=128),
-    Family("mvitv2_tiny", {"img_size": 64}),
-    Family("mvitv2_small_cls", {"img_size": 64}),
+    Family("mvitv2_tiny", {"img_size": 64}, trim=few_blocks),
+    Family("mvitv2_small_cls", {"img_size": 64}, trim=few_blocks),
     Family("efficientformerv2_s0", {"img_size": 128}, size=128),
     Family("efficientvit_b1", {"widths": (8, 16, 16, 32, 32), "depths": (1, 1, 1, 1, 1)}, native="relu_linear"),
     Family("deit3_small_patch16_224", VIT),

@@ -41,8 +41,7 @@ def test_builds_and_takes_any_size(name: str) -> None:
     model = on_meta(name, num_classes=5)
     hosts = find_hosts(model)
     assert hosts and all(isinstance(module, Host) for _, module in hosts)
-    for size in ((224, 224), (320, 256)):
-        assert model(torch.empty(2, 3, *size, device="meta")).shape == (2, 5)
+    assert model(torch.empty(2, 3, 320, 256, device="meta")).shape == (2, 5)  # at 224 px their MACs are counted
     assert model.pretrained_cfg["architecture"] == name and model.pretrained_cfg["num_classes"] == 5
 
 

@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "backbone_args": {**VIT, "patch_size": 8},
         "pyramid_args": {"width": 32},
     },
-    "adapter": {"backbone": "vit_tiny_patch16_224", "backbone_args": VIT},
+    "adapter": {"backbone": "vit_tiny_patch16_224", "backbone_args": {**VIT, "embed_dim": 24, "num_heads": 2}},
 }
 RCNN = {"width": 32, "hidden": 64, "anchor_sizes": (8, 16, 32, 64, 128), "proposals": 64, "samples": 64}
 QUERIES = {"channels": 32, "queries": 10, "pixel_layers": 1, "layers": 2, "heads": 4, "points": 256}
