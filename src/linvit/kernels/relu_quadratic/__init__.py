@@ -122,7 +122,7 @@ def prepare(
     few = biased is not None or batch * heads * -(-tokens // 128) < 2 * processors(device)
     t = tiles(which, max(width, value_width), dtype.itemsize, tokens, few)
     if shared_memory(device) < ENOUGH and max(width, value_width) > 64:
-        t = t._replace(stages=max(1, t.stages - 1))
+        t = t._replace(stages=max(1, t.stages - 1), own=min(t.own, 32) if max(width, value_width) > 128 else t.own)
     m, n = (t.walk, t.own) if which == "keys" else (t.own, t.walk)
     scale = head_dim**-0.5
     # The power of two below 1/√d, so that scaling is exact; what is left of 1/√d joins the factor at the end.
