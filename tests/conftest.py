@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
 import pytest
+
+from linvit import clock
 
 # Ctrl-C is what it is at a terminal: shells let jobs in the background ignore it, and tests are often run there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,3 +22,22 @@ def signals() -> Iterator[None]:
     yield
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def short_timings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that time something want a number, not a good one."""
+    if not request.node.get_closest_marker("gpu"):
+        real = clock.by_turns
+        short = lambda calls, device, *, budget=0.4, **options: real(calls, device, budget=budget / 10, **options)  # noqa: E731
+        monkeypatch.setattr(clock, "by_turns", short)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays, so what empties memory between two timings need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()

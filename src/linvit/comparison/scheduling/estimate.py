@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from linvit.clock import by_turns
+from linvit import clock
 from linvit.comparison.description.building import build_model
 from linvit.comparison.description.task import DataDescription, Task
 from linvit.comparison.results import SOFTMAX, ModelFacts, Run, Structure, TrainingIdentity
@@ -109,7 +109,7 @@ def calibrate(identity: TrainingIdentity, device: str) -> float:
                 images = torch.randn(batch, 3, identity.size, identity.size, device=where)
                 step = training_pass(model, images, config.precision)
                 step()  # warms up
-                return 3 * macs * batch / (by_turns([step], where, latency=True, budget=BUDGET)[0].median / 1e3)
+                return 3 * macs * batch / (clock.by_turns([step], where, latency=True, budget=BUDGET)[0].median / 1e3)
         except torch.OutOfMemoryError:
             if batch == 1:
                 raise LinvitError(f"not even one image of {identity.size} pixels can be trained here") from None
