@@ -110,7 +110,7 @@ def conversion() -> str:
     """docs/conversion.md with its table of host families as their docstrings have it."""
     families: list[tuple[str, list[type[Host]]]] = []
     for host in (*HOSTS, *huggingface.HOSTS):
-        text = sys.modules[host.__module__].__doc__ if host in huggingface.HOSTS else vars(host).get("__doc__")
+        text = vars(host).get("__doc__")
         if text and (not families or families[-1][0] != text):
             families.append((text, []))
         families[-1][1].append(host)

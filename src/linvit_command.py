@@ -38,11 +38,12 @@ VERBS = {  # in the order of the help; `linvit.cli` has what they do
     "eval": "Measure what a model gets right.",
     "predict": "Tell what is on photographs.",
     "export": "Write a model for another runtime, verified.",
+    "push": "Send a model to the Hugging Face hub.",
     "compare": "Compare mechanisms fairly, here or on a cluster.",
     "report": "Write the report of a comparison.",
     "serve": "Show on a page what the attention does.",
     "bench": "Measure speed and memory against softmax.",
-    "show": "Draw what was measured.",
+    "show": "Draw what attention does, and what was measured.",
 }
 
 

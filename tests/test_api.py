@@ -23,7 +23,8 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 PUBLIC = {
     *("Capabilities", "Choice", "LinvitError", "Mechanism", "Plan", "Rotary", "Rule", "TokenGrid"),
     *("compare", "convert", "create_attention", "evaluate", "export", "list_mechanisms", "list_models", "list_plans"),
-    *("list_recipes", "load", "load_weights", "predict", "recipe", "register", "report", "resample_patches"),
+    *("list_recipes", "load", "load_weights", "model_card", "predict", "push_to_hub", "recipe", "register", "report"),
+    *("resample_patches",),
     *("__version__", "resample_windows", "save", "train"),
 }
 ROOMS = {
@@ -38,10 +39,13 @@ ROOMS = {
         *("Choice", "Conversion", "Layer", "Pick", "Plan", "Report", "Rule", "Sensitivity", "Source", "as_plan"),
         *("convert", "droppable", "find_hosts", "list_plans", "load", "load_weights", "measure_sensitivity"),
         *(
+            "model_card",
             "open_model",
             "open_original",
             "output_similarity",
             "parse_plan",
+            "push_to_hub",
+            "register_auto_classes",
             "resample",
             "resample_patches",
             "resample_windows",

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from linvit.attention import TokenGrid, create_attention
-from linvit.attention.local import TokenConv
 from linvit.errors import LinvitError
 from tests.attention.cases import HEADS, Case, inputs
 
@@ -118,17 +117,6 @@ def test_training_compiles_as_one_graph_and_does_not_recompile() -> None:
         mechanism.sparse_scale.fill_(scale)
         torch.testing.assert_close(compiled(q, k, v), mechanism(q, k, v, GRID))
     assert counter.frame_count == 1 and mechanism.kept > 0
-
-
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
-def test_the_gpus_convolution_is_the_convolution(tokens: int) -> None:
-    conv = TokenConv(3, 9).double()
-    v = torch.randn(2, 3, tokens, 5, dtype=torch.float64, requires_grad=True)
-    found = []
-    for out in (conv(v), conv.banded(v)):
-        found.append([out, *torch.autograd.grad(out.square().sum(), (v, conv.conv.weight))])
-    for wanted, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, wanted)
 
 
 def test_angular_kernel_is_its_series() -> None:

@@ -213,5 +213,6 @@ def test_the_kernel_says_why_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(linear, "unserved", lambda *tensors: None)
     grid = TokenGrid(6, 6)
     q, k, v, _ = inputs(grid)
-    why = create_attention("relu_linear").why_reference(q, k, v, grid, rotary=rotary(grid))
-    assert why == "it has no rotary position on features"
+    halves = Rotary(*(torch.ones(grid.tokens, 8) for _ in range(2)), blocks=2)
+    why = create_attention("relu_linear").why_reference(q, k, v, grid, rotary=halves)
+    assert why == "the kernel turns neighbouring channels, or halves of a power of two, of features as wide as the head"

@@ -65,7 +65,7 @@ def test_op_with_a_red_check(linvit: Callable[..., Outcome], tmp_path: Path, mon
         (["--tokens", "many"], "whole numbers"),
         (["--tokens", "0"], "at least 1"),
         (["--dtype", "fp31"], "unknown dtype"),
-        (["--preset", "huge"], "known: deit, grid, cpu"),
+        (["--preset", "huge"], "known: deit, grid, cpu, kernels"),
         (["--compared", "ours,theirs"], "unknown choice 'theirs'"),
         (["--device", "tpu"], "unknown device"),
         (["--from", "nowhere.json"], "cannot read"),

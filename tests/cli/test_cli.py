@@ -64,6 +64,7 @@ VERBS = {
         *("model", "--to", "--output", "--size", "--dynamic", "--precision", "--data", "--calibrate", "--photographs"),
         *("--pretrained", "--model-arg", "--root", "--json"),
     },
+    "push": {"folder", "repo", "--revision", "--private", "--bench", "--message", "--dry-run", "--json"},
     "predict": {"model", "images", "--output", "--threshold", "--size", "--device", "--json"},
     "compare": {
         *("what", "--output", "--mode", "--model", "--model-arg", "--backbone", "--plan", "--data", "--root"),
@@ -92,6 +93,21 @@ VERBS = {
     },
     "bench scaling": {"--mechanism", "--tokens", "--json"},
     "show masks": {"run", "--output", "--json"},
+    "show maps": {
+        *("model", "images", "--plan", "--with", "--figure", "--at", "--token", "--pooled", "--layer", "--head"),
+        *("--rollout", "--output", "--drop", "--size", "--checkpoint", "--pretrained", "--model-arg", "--device"),
+        "--json",
+    },
+    "show features": {
+        *("model", "images", "--plan", "--with", "--at", "--layer", "--output", "--drop", "--size", "--checkpoint"),
+        *("--pretrained", "--model-arg", "--device", "--json"),
+    },
+    "show kernels": {"--output", "--head-dim", "--seed", "--json"},
+    "show sensitivity": {
+        *("model", "data", "--plan", "--keep", "--images", "--output", "--drop", "--size", "--checkpoint"),
+        *("--pretrained", "--model-arg", "--device", "--json"),
+    },
+    "show pareto": {"stores", "--output", "--json"},
 }
 
 
@@ -123,10 +139,16 @@ def test_one_word_for_one_thing(verb: str) -> None:
     """A plan is --plan and an image size --size on every verb, with no second name for either."""
     (command,) = (found for name, found in commands() if name == verb)
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    several = (
+        "plan",
+        "show maps",
+        "show features",
+        "show sensitivity",
+    )  # plans beside each other, as stella,mixa:keep=6
     runtime = {"--to"} if verb == "export" else set()  # there it names where the file goes
     second = {"--to", "--candidates", "--plans", "--input-size", "--resolution", "--resolutions", "--sizes"}
     assert not options & (second - runtime)
-    if {"--option", "--keep", "--drop"} & options and "--mechanism" not in options and verb != "plan":
+    if {"--option", "--keep", "--drop"} & options and "--mechanism" not in options and verb not in several:
         assert {"--plan", "--option", "--keep", "--drop"} <= options
 
 

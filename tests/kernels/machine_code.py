@@ -21,27 +21,31 @@ import triton
 from torch import Tensor
 
 from linvit.kernels import linear as linear_launch
+from linvit.kernels import local as local_launch
 from linvit.kernels import mobile as mobile_launch
 from linvit.kernels import relu_quadratic as relu_quadratic_launch
-from linvit.kernels.fused import Launch, signature_of
+from linvit.kernels.fused import MEMORY, Launch, signature_of
 from linvit.kernels.linear import Formula
 from linvit.kernels.mobile import Options
 
 PROCESSORS = 132
 DISASSEMBLER = Path(triton.__path__[0], "backends", "nvidia", "bin", "nvdisasm")
-LAUNCHERS = (linear_launch, mobile_launch, relu_quadratic_launch)
+LAUNCHERS = (linear_launch, local_launch, mobile_launch, relu_quadratic_launch)
 
 
 class Chip:
     """As much of a Triton driver as compiling asks for."""
 
+    def __init__(self, capability: int = 90) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 99  # what is compiled for it is kept apart from what real devices run
+        return 1000 + self.capability  # what is compiled for it is kept apart from what real devices run
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -59,13 +63,15 @@ class Recorder:
 
 
 @contextmanager
-def recorded() -> Iterator[Recorder]:
-    """Launches inside are planned for a large chip, noted, and not done."""
+def recorded(memory: int = MEMORY) -> Iterator[Recorder]:
+    """Launches inside are planned for a large chip with so much shared memory, noted, and not done."""
     made = Recorder()
-    caches = (linear_launch.prepare, relu_quadratic_launch.prepare)
+    caches = (linear_launch.prepare, relu_quadratic_launch.prepare, local_launch.prepare)
     for cache in (*caches, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
         cache.cache_clear()
     with ExitStack() as patches:
+        for module in (linear_launch, relu_quadratic_launch):
+            patches.enter_context(mock.patch.object(module, "shared_memory", lambda device: memory))
         for module in LAUNCHERS:
             patches.enter_context(mock.patch.object(module, "processors", lambda device: PROCESSORS))
         patches.enter_context(mock.patch.object(Launch, "__call__", lambda launch, *given: made.note(launch, *given)))
@@ -81,24 +87,36 @@ def rows(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> l
     return [meta(dtype, batch, tokens, heads, dim).transpose(1, 2) for _ in range(6)]
 
 
-def linear(formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+def linear(
+    formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, memory: int = MEMORY
+) -> Recorder:
     """What linear attention launches, forward and backward."""
     q, k, v, dq, dk, dv = rows(dtype, batch, heads, tokens, dim)
-    with recorded() as found:
-        out, state = linear_launch.forward(q, k, v, None, None, formula, True, signature_of(q, k, v))
-        linear_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, None, [state], formula, False)
+    turn = [meta(torch.float32, tokens, dim) if formula.turn else None for _ in range(2)]
+    given = (None, *turn, meta(torch.float32) if formula.squared else None, None, None)
+    with recorded(memory) as found:
+        out, state = linear_launch.forward(q, k, v, given, formula, True, signature_of(q, k, v))
+        wanted = (given[3] is not None, False, False)
+        linear_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, given, [state], formula, wanted)
     return found
 
 
 def relu_quadratic(
-    dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, *, biased: bool = False
+    dtype: torch.dtype,
+    batch: int,
+    heads: int,
+    tokens: int,
+    dim: int,
+    *,
+    biased: bool = False,
+    memory: int = MEMORY,
 ) -> Recorder:
     q, k, v, dq, dk, dv = (meta(dtype, batch, heads, tokens, dim) for _ in range(6))
     bias = meta(dtype, 1, heads, tokens, tokens) if biased else None
-    with recorded() as found:
+    with recorded(memory) as found:
         options = relu_quadratic_launch.Options()
-        (out,) = relu_quadratic_launch.forward(q, k, v, None, bias, options, True, signature_of(q, k, v))
-        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, bias, [], options, biased)
+        (out,) = relu_quadratic_launch.forward(q, k, v, (None, bias), options, True, signature_of(q, k, v))
+        relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, (None, bias), [], options, (biased,))
     return found
 
 
@@ -106,13 +124,25 @@ def mobile(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) ->
     q, k, v, dq, dk, dv = rows(dtype, batch, heads, tokens, dim)
     options = Options(dim, False, 1e-6)
     with recorded() as found:
-        out, *saved = mobile_launch.forward(q, k, v, None, None, options, True, signature_of(q, k, v))
-        mobile_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, None, None, saved, options, False)
+        out, *saved = mobile_launch.forward(q, k, v, (None,), options, True, signature_of(q, k, v))
+        mobile_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, (None,), saved, options, ())
     return found
 
 
-def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Path) -> tuple[list[str], dict[str, int]]:
-    """The machine code, an instruction a line, and where its labels point."""
+def local(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+    """What a 5×5 filter over the grid launches, forward and backward."""
+    v, grad, out, *_ = rows(dtype, batch, heads, tokens, dim)
+    weight, bias = meta(torch.float32, 1, 1, dim, 5, 5), meta(torch.float32, 1, 1, dim)
+    grid = local_launch.Grid(tokens // 14, 14)
+    with recorded() as found:
+        local_launch.forward(v, weight, bias, grid, out, out)
+        local_launch.value_gradient(grad, weight, grid, out, out)
+        local_launch.weight_gradient(grad, v, weight, bias, grid, (False, True))
+    return found
+
+
+def build(launch: Launch, tensors: tuple[Tensor | None, ...], capability: int = 90) -> Any:
+    """The kernel compiled for a chip of this compute capability."""
     import triton.language as tl
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
@@ -120,8 +150,13 @@ def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Pat
     kinds = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.bool: tl.int1}
     pointers = [None if tensor is None else MockTensor(kinds[tensor.dtype]) for tensor in tensors]
     options = {name: value for name, value in launch.options.items() if value is not None}
-    with mock.patch.object(driver, "_active", Chip()):
-        compiled = launch.kernel.warmup(*pointers, *launch.values, grid=launch.grid, **options)
+    with mock.patch.object(driver, "_active", Chip(capability)):
+        return launch.kernel.warmup(*pointers, *launch.values, grid=launch.grid, **options)
+
+
+def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Path) -> tuple[list[str], dict[str, int]]:
+    """The machine code, an instruction a line, and where its labels point."""
+    compiled = build(launch, tensors)
     file = folder / "kernel.cubin"
     file.write_bytes(compiled.asm["cubin"])
     text = subprocess.run([DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout

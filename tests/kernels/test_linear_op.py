@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from linvit.kernels.linear import layout_of, linear_attention, op, why_not
+from linvit.kernels.linear import linear_attention, op, why_not
+from linvit.kernels.linear.layout import layout_of
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.linear_reference import FORMULAS, draw, inputs, reference
 
@@ -17,7 +18,7 @@ from tests.kernels.linear_reference import FORMULAS, draw, inputs, reference
 def test_opcheck(packed: bool, device: torch.device) -> None:
     tensors = inputs(device, torch.float32, 2, 2, 20, 8)
     mask, constant = draw(device, torch.float32, 2, 20) > 0, torch.tensor(0.5, device=device, requires_grad=True)
-    rest = (mask, constant, *FORMULAS["qt"], True)
+    rest = (mask, None, None, constant, None, None, *FORMULAS["qt"], True)
     if packed:
         qkv = draw(device, torch.float32, 2, 20, 3, 2, 8).requires_grad_()
         torch.library.opcheck(torch.ops.linvit.linear_attention_packed.default, (qkv, *rest))
@@ -40,7 +41,7 @@ def test_compiles_as_one_graph(device: torch.device) -> None:
 
 class Packed(torch.nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
-        return op.packed(qkv, None, None, FORMULAS["relu"])
+        return op.packed(qkv, (None,) * 6, FORMULAS["relu"])
 
 
 def test_exports_with_any_number_of_tokens(device: torch.device) -> None:
@@ -85,10 +86,12 @@ def test_says_why_it_cannot(device: torch.device) -> None:
 
 
 def test_few_ways_to_lay_out_heads() -> None:
-    for heads, dim, value_dim in ((3, 1, 1), (6, 64, 64), (12, 32, 128), (5, 256, 256), (1, 3, 300), (64, 2, 2)):
+    widths = ((3, 1, 1), (6, 64, 64), (12, 32, 128), (5, 256, 256), (1, 3, 300), (64, 2, 2), (16, 72, 80), (4, 96, 96))
+    for heads, dim, value_dim in widths:
         for itemsize in (2, 4):
             layout = layout_of(heads, dim, value_dim, itemsize)
-            assert layout.key_width >= dim and layout.value_width * layout.value_blocks >= value_dim
+            assert layout.keys >= dim * layout.group
+            assert (layout.value_width + layout.value_rest) * layout.value_blocks >= value_dim
             assert layout.group * min(layout.key_width, layout.value_width) >= 16
             assert layout.numbers % 16 == 0
 

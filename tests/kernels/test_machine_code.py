@@ -10,7 +10,7 @@ import torch
 from tests.kernels import machine_code
 from tests.kernels.linear_reference import FORMULAS
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 compiled = pytest.mark.skipif(
     not machine_code.DISASSEMBLER.exists(), reason="this Triton came without NVIDIA's disassembler"
 )
@@ -37,6 +37,42 @@ def test_linear_attention(
     """No product outlives a round of its loop, whatever the compiler makes of the registers."""
     found = machine_code.linear(FORMULAS[name], dtype, batch, heads, tokens, dim)
     assert check(found, tmp_path, waits=True) > 0
+
+
+@compiled
+@pytest.mark.parametrize("name, dim", [("relu", 80), ("turned", 64)])
+def test_pieces_and_rotary_position(name: str, dim: int, tmp_path: Path) -> None:
+    formula = FORMULAS["relu"] if name == "relu" else FORMULAS["stella"]._replace(turn="halves")
+    assert check(machine_code.linear(formula, BF16, 64, 12, 1025, dim), tmp_path) > 0
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, name, dim",
+    [(80, BF16, "relu", 96), (86, FP16, "angular", 64), (86, FP32, "qt", 256), (89, BF16, "stella", 80),
+     (100, BF16, "relu", 64), (120, FP32, "angular", 128)],
+)  # fmt: skip
+def test_fits_the_shared_memory_of_other_chips(capability: int, dtype: torch.dtype, name: str, dim: int) -> None:
+    """Compiled for chips that are not there, at the extremes of head sizes and types."""
+    memory = 1024 * {80: 163, 100: 227}.get(capability, 99)
+    found = machine_code.linear(FORMULAS[name], dtype, 64, 16, 1025, dim, memory)
+    for launch, tensors in found.calls.values():
+        assert machine_code.build(launch, tensors, capability).metadata.shared <= memory
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_relu_quadratic_fits_graphics_cards(dim: int) -> None:
+    memory = 99 * 1024
+    found = machine_code.relu_quadratic(BF16, 64, 6, 1025, dim, biased=dim < 256, memory=memory)
+    for launch, tensors in found.calls.values():
+        assert machine_code.build(launch, tensors, 86).metadata.shared <= memory
+
+
+@pytest.mark.parametrize("capability", [86, 120])
+def test_the_local_branch_compiles_for_other_chips(capability: int) -> None:
+    found = machine_code.local(BF16, 8, 6, 196, 64)
+    assert len(found.calls) == 3
+    for launch, tensors in found.calls.values():
+        assert machine_code.build(launch, tensors, capability).metadata.shared <= 99 * 1024
 
 
 @compiled

@@ -184,7 +184,7 @@ def test_outputs_are_written_whole(device: torch.device, monkeypatch: pytest.Mon
     assert out.isfinite().all()
     gradients = [torch.full_like(t, float("nan")) for t in (q, k, v)]
     launch.backward(
-        torch.ones_like(out), *(t.detach() for t in (q, k, v)), *gradients, None, None, [], Options(), False
+        torch.ones_like(out), *(t.detach() for t in (q, k, v)), *gradients, (None, None), [], Options(), (False,)
     )
     assert all(g.isfinite().all() for g in gradients)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift, register
-from linvit.attention.local import GridConv, values_at_queries
+from linvit.attention.local import GridConv
 from linvit.attention.options import Range
 from linvit.errors import LinvitError
 
@@ -72,7 +72,7 @@ class Agent(Mechanism):
         return hand_out @ collect
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        return out + self.local(values_at_queries(call.keep(v), call), call.grid)
+        return self.local.add(out, v, call)
 
     def macs(self, size: Size) -> int:
         tokens = size.queries + size.keys

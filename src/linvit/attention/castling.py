@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenConv, lift, register, values_at_queries
 from linvit.attention.linear import Constant, Direction, Formula, Fusion, LinearAttention
+from linvit.attention.local import Filter
 from linvit.attention.options import ConvWidth, Eps
 
 
@@ -71,10 +72,14 @@ class Castling(LinearAttention):
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.sparse and self.training:
             out = out + self.sparse_scale.to(out.dtype) * self.sparse_branch(q, k, v, call)
-        return self.add_local(F.normalize(out, dim=-1, eps=self.eps), v, call)
+        return self.add_near(F.normalize(out, dim=-1, eps=self.eps), v, call)
 
-    def add_local(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
-        return out if self.conv is None else out + self.conv(values_at_queries(call.keep(v), call))
+    @property
+    def near(self) -> Filter | None:
+        return None if self.sparse and self.training else self.conv
+
+    def add_near(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
+        return out if self.conv is None or call.filtered else self.conv.add(out, v, call)
 
     def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
         if call.grid != call.key_grid:
@@ -87,7 +92,10 @@ class Castling(LinearAttention):
         if self.sparse and self.training:
             out = lift(out) + self.sparse_scale * lift(self.sparse_branch(q, k, v, call))
             out = F.normalize(out, dim=-1, eps=self.eps).to(v.dtype)
-        return self.add_local(out, v, call)
+        return self.add_near(out, v, call)
+
+    def does_all(self) -> bool:
+        return not self.sparse
 
     def sparse_branch(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Masked softmax attention, not renormalised; gradients pass through the kept entries only."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, GridConv, LinearAttention, RowSum, Shape, Size, register
+from linvit.attention.local import Filter
 from linvit.attention.options import ConvWidth, Eps, Range
 from linvit.attention.qt import KeyPosition
 
@@ -49,13 +50,17 @@ class Focused(LinearAttention):
         powers = (r / length) ** self.power  # of unit length first: 1e-6 cubed and squared leaves float32's range
         return powers * (length / torch.linalg.vector_norm(powers, dim=(1, 3), keepdim=True))
 
+    @property
+    def near(self) -> Filter:
+        return self.local
+
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if call.key_grid.patches == call.grid.patches:
+            return self.add_near(out, v, call)
         _, patches = call.key_grid.split(call.keep(v))
-        if call.key_grid.patches != call.grid.patches:
-            line = F.interpolate(patches.transpose(2, 3).flatten(0, 1), call.grid.patches, mode="linear")
-            patches = line.transpose(1, 2).unflatten(0, v.shape[:2])
-        local = self.local(patches, replace(call.grid, prefix=0))
-        return out + F.pad(local, (0, 0, call.grid.prefix, 0))
+        line = F.interpolate(patches.transpose(2, 3).flatten(0, 1), call.grid.patches, mode="linear")
+        patches = line.transpose(1, 2).unflatten(0, v.shape[:2])
+        return out + F.pad(self.local(patches, replace(call.grid, prefix=0)), (0, 0, call.grid.prefix, 0))
 
     def macs(self, size: Size) -> int:
         return super().macs(size) + self.local.macs(size)

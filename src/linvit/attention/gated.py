@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Constant, EluPlusOne, LinearAttention, RowSum, Shape, Size, register
-from linvit.attention.local import Gate, GridConv, run, values_at_queries
+from linvit.attention.local import Filter, Gate, GridConv, run
 from linvit.attention.options import ConvWidth
 
 
@@ -49,10 +49,12 @@ class GatedLinear(LinearAttention):
         self.capabilities = replace(self.capabilities, grid=local, equivariant=not local, input=gate)
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        if self.conv is not None:
-            out = out + self.conv(values_at_queries(call.keep(v), call), call.grid)
-        out = self.normalise(out)
+        out = self.normalise(self.add_near(out, v, call))
         return out if self.gate is None else self.gate(out, call)
+
+    @property
+    def near(self) -> Filter | None:
+        return self.conv
 
     def normalise(self, out: Tensor) -> Tensor:
         return out

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Call, Capabilities, Constant, LinearAttention, Shape, Size, register, values_at_queries
-from linvit.attention.local import filter_each, run
+from linvit.attention import Call, Capabilities, Constant, LinearAttention, Shape, Size, register
+from linvit.attention.local import ImageFilters, run
 from linvit.errors import LinvitError
 
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -65,7 +65,7 @@ class InLine(LinearAttention):
         kernels = (
             run(self.residual, call.mean(call.x.to(out.dtype))[:, :, None, None]).flatten(1).unflatten(1, (-1, 3, 3))
         )
-        return out + filter_each(values_at_queries(call.keep(v), call), kernels, call.grid)
+        return ImageFilters(kernels).add(out, v, call)
 
     def macs(self, size: Size) -> int:
         inputs, outputs = self.shape.channels, size.heads * size.value_dim

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linvit.attention.local import Filter
 from linvit.attention.mechanism import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, lift
 from linvit.attention.precision import lower
 from linvit.attention.rotary import Rotary
 from linvit.kernels import linear as kernel
-from linvit.kernels.fused import plain, signature_of, unserved
+from linvit.kernels import local
+from linvit.kernels.fused import Given, plain, signature_of, unserved
 from linvit.kernels.linear import Formula
 
 
@@ -148,7 +150,7 @@ class Fusion:
     constant: Tensor | None = None  # added to every product of a query and a key
 
 
-TURNED = "it has no rotary position on features"  # why the kernel cannot
+TURNED = "the kernel turns neighbouring channels, or halves of a power of two, of features as wide as the head"
 MOST_KNOWN = 256  # signatures that a mechanism keeps; a service may see any number of them
 UNKNOWN: tuple[str, TokenGrid | None, Any] = ("", None, None)
 
@@ -179,7 +181,7 @@ class LinearAttention(Mechanism):
             signature = signature_of(q, k, v)
             impl, known, formula = self.known.get(signature, UNKNOWN)
             if impl == self.impl and (grid is known or grid is None or grid == known):
-                return lower(kernel.op(q, k, v, None, None, formula, signature), v.dtype)
+                return lower(kernel.op(q, k, v, self.beside(v), formula, signature), v.dtype)
         return super().forward(q, k, v, grid, key_grid=key_grid, mask=mask, bias=bias, x=x, rotary=rotary)
 
     def share(self, *, rotary: Literal["after", "before"] = "after", centre: bool = False, **options: Any) -> None:
@@ -197,14 +199,40 @@ class LinearAttention(Mechanism):
     def learn(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> None:
         """Let calls like this one take the short way, if the kernel takes q and k as they are and does all there is to
         do, by a formula that shapes and options alone decide."""
-        steps, bare = (type(self).finish, type(self).finish_fused), (Mechanism.finish, LinearAttention.finish_fused)
         can = self.capabilities
-        if steps != bare or can.grid or can.input or self.centre or call.mask is not None or not plain(q):
+        if can.grid or can.input or self.centre or call.mask is not None or not plain(q) or not self.does_all():
             return
-        if fusion.q is q and fusion.k is k and fusion.constant is None and call.grid == call.key_grid:
+        if call.rotary is not None or call.grid != call.key_grid:
+            return
+        if fusion.q is q and fusion.k is k and fusion.constant is self.constant:
             if len(self.known) >= MOST_KNOWN:
                 self.known.clear()
             self.known[signature_of(q, k, v)] = (self.impl, call.grid, fusion.formula)
+
+    def does_all(self) -> bool:
+        """Whether nothing is left to do after the kernel, in training or not."""
+        steps = (type(self).finish, type(self).finish_fused)
+        return steps == (Mechanism.finish, LinearAttention.finish_fused)
+
+    @property
+    def constant(self) -> Tensor | None:
+        """The tensor that the formula's constant is made of, where it is a parameter."""
+        return None
+
+    @property
+    def near(self) -> Filter | None:
+        """The local branch that follows the formula, which the kernel adds as well."""
+        return None
+
+    def add_near(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The output with its local branch, unless the kernel has added that."""
+        return out if self.near is None or call.filtered else self.near.add(out, v, call)
+
+    def beside(self, v: Tensor) -> Given:
+        """The tensors beside q, k and v of a call that takes the short way."""
+        if self.near is None:
+            return (None, None, None, self.constant, None, None)
+        return (None, None, None, self.constant, *self.near.filters(v.shape[1], v.shape[3]))
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k); masked keys are zeroed afterwards."""
@@ -254,7 +282,7 @@ class LinearAttention(Mechanism):
         return self.finish(out, q, k, v, call)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
-        fusion = unserved(q, k, v) or (TURNED if call.rotary is not None else self.fusion(q, k, call))
+        fusion = unserved(q, k, v) or self.fusion(q, k, call)
         out = fusion if isinstance(fusion, str) else self.by_kernel(q, k, v, call, fusion)
         mapped = self.by_map(q, k, v, call) if isinstance(out, str) and self.impl != "triton" else None
         return out if mapped is None else mapped
@@ -263,11 +291,27 @@ class LinearAttention(Mechanism):
         # Features computed outside come in float32, and float16 has too small a range for them.
         dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
         q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
-        why = kernel.why_not(q_, k_, v_, fusion.formula)
+        formula = fusion.formula
+        turn: tuple[Tensor | None, Tensor | None] = (None, None)
+        if call.rotary is not None:
+            cos, sin = call.rotary.cos, call.rotary.sin
+            formula, turn = formula._replace(turn=call.rotary.turn), (cos, sin.expand_as(cos))
+            if call.rotary.head_dim != q_.shape[3] or not formula.turn:
+                return TURNED
+        why = kernel.why_not(q_, k_, v_, formula) or kernel.why_not_turned(*turn, formula)
         if why is not None:
             return why
-        self.learn(q, k, v, call, fusion)
-        out = kernel.op(q_, k_, v_, call.mask, fusion.constant, fusion.formula)
+        filters: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.near is not None and dtype == v.dtype and call.mask is None and call.grid == call.key_grid:
+            filters = self.near.filters(v.shape[1], v.shape[3])
+            if local.why_not(v, filters[0]) is None:
+                call, (height, width, prefix) = replace(call, filtered=True), self.near.over(call.grid)
+                formula = formula._replace(height=height, width=width, prefix=prefix)
+            else:
+                filters = (None, None)
+        if call.filtered or self.near is None:
+            self.learn(q, k, v, call, replace(fusion, formula=formula))
+        out = kernel.op(q_, k_, v_, (call.mask, *turn, fusion.constant, *filters), formula)
         if call.mask is not None:
             out = out * self.normaliser.under_mask(call, q.shape[-1])
         return self.finish_fused(out.to(v.dtype), q, k, v, call).to(v.dtype)

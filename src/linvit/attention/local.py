@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 from linvit.attention.mechanism import Call, Mechanism, Shape, Size, TokenGrid
 from linvit.errors import LinvitError
+from linvit.kernels import local as kernel
+from linvit.kernels.fused import exporting
+from linvit.kernels.local import Grid
 
 
 def run(module: nn.Module, x: Tensor) -> Tensor:
@@ -40,15 +43,36 @@ def values_at_queries(v: Tensor, call: Call) -> Tensor:
     return torch.cat((prefix, grid.from_map(picture, v.shape[1])), dim=2)
 
 
-BLOCK = 64  # tokens that share one product of TokenConv on a GPU
+class Filter:
+    """A depthwise convolution of the values, in PyTorch and as a kernel: `add` is where all mechanisms come by."""
+
+    def filters(self, heads: int, width: int) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as the kernel takes them: `(1, heads, width, rows, columns)`, what is shared of size one."""
+        raise NotImplementedError
+
+    def over(self, grid: TokenGrid) -> Grid:
+        """The grid that the filter runs over."""
+        raise NotImplementedError
+
+    def local(self, v: Tensor, grid: TokenGrid) -> Tensor:
+        """The filtered values, in PyTorch."""
+        raise NotImplementedError
+
+    def add(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`out` and the filtered values at the queries."""
+        return add_filtered(out, values_at_queries(call.keep(v), call), call, self)
 
 
-class TokenConv(nn.Module):
-    """A 1-D convolution along the raster order, all tokens included: one filter per head, shared by its channels.
+def add_filtered(out: Tensor, v: Tensor, call: Call, by: Filter) -> Tensor:
+    """The one place where a local branch takes the kernel or PyTorch; v is at the queries."""
+    weight, bias = by.filters(v.shape[1], v.shape[3])
+    if not call.kernels or out.dtype != v.dtype or exporting() or kernel.why_not(v, weight) is not None:
+        return out + by.local(v, call.grid)
+    return kernel.filtered(v, weight, bias, by.over(call.grid), out)
 
-    On a GPU it is a product of stretches of tokens with a banded matrix: depthwise kernels there work channel by
-    channel, and heads are few.
-    """
+
+class TokenConv(nn.Module, Filter):
+    """A 1-D convolution along the raster order, all tokens included: one filter per head, shared by its channels."""
 
     def __init__(self, heads: int, kernel_size: int) -> None:
         super().__init__()
@@ -56,25 +80,22 @@ class TokenConv(nn.Module):
         self.conv = nn.Conv2d(heads, heads, (kernel_size, 1), padding=(kernel_size // 2, 0), groups=heads, bias=False)
 
     def forward(self, v: Tensor) -> Tensor:
-        return self.banded(v) if v.is_cuda else run(self.conv, v)
+        return run(self.conv, v)
 
-    def banded(self, v: Tensor) -> Tensor:
-        batch, heads, tokens, width = v.shape
-        taps, half = self.kernel_size, self.kernel_size // 2
-        padded = F.pad(v, (0, 0, half, -tokens % BLOCK + half))
-        stretches = padded.unfold(2, BLOCK + 2 * half, BLOCK)  # (batch, heads, blocks, width, what a block sees)
-        seen, place = torch.arange(stretches.shape[-1], device=v.device), torch.arange(BLOCK, device=v.device)
-        tap = torch.arange(taps, device=v.device)[:, None, None]
-        weight = self.conv.weight.view(heads, taps)
-        shifts = (seen[:, None] - place == tap).to(weight.dtype)
-        band = (weight @ shifts.flatten(1)).view(heads, 1, len(seen), BLOCK).to(v.dtype)
-        return (stretches @ band).transpose(-2, -1).reshape(batch, heads, -1, width)[:, :, :tokens]
+    def local(self, v: Tensor, grid: TokenGrid) -> Tensor:
+        return self(v)
+
+    def filters(self, heads: int, width: int) -> tuple[Tensor, Tensor | None]:
+        return self.conv.weight.view(1, heads, 1, self.kernel_size, 1), None
+
+    def over(self, grid: TokenGrid) -> Grid:
+        return Grid(grid.tokens, 1)
 
     def macs(self, size: Size) -> int:
         return size.batch * size.heads * size.queries * size.value_dim * self.kernel_size
 
 
-class GridConv(nn.Module):
+class GridConv(nn.Module, Filter):
     """A depthwise convolution over the patch grid. With the channels of one head, its filters are shared by all."""
 
     def __init__(self, channels: int, kernel_size: int, *, bias: bool = True) -> None:
@@ -92,8 +113,35 @@ class GridConv(nn.Module):
         local = grid.from_map(local.reshape(batch, heads * width, grid.height, grid.width), heads)
         return torch.cat((torch.zeros_like(prefix), local), dim=2) if grid.prefix else local
 
+    def local(self, v: Tensor, grid: TokenGrid) -> Tensor:
+        return self(v, grid)
+
+    def filters(self, heads: int, width: int) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.conv.weight, self.conv.bias
+        weight = weight.view(1, -1, width, self.kernel_size, self.kernel_size)
+        return weight, None if bias is None else bias.view(1, -1, width)
+
+    def over(self, grid: TokenGrid) -> Grid:
+        return Grid(grid.height, grid.width, grid.prefix)
+
     def macs(self, size: Size) -> int:
         return size.batch * size.heads * size.grid.patches * size.value_dim * self.kernel_size**2
+
+
+class ImageFilters(Filter):
+    """Filters of each image's own, `(batch, heads · channels, size, size)`, over the patch grid."""
+
+    def __init__(self, kernels: Tensor) -> None:
+        self.kernels = kernels
+
+    def local(self, v: Tensor, grid: TokenGrid) -> Tensor:
+        return filter_each(v, self.kernels, grid)
+
+    def filters(self, heads: int, width: int) -> tuple[Tensor, Tensor | None]:
+        return self.kernels.unflatten(1, (heads, width)), None
+
+    def over(self, grid: TokenGrid) -> Grid:
+        return Grid(grid.height, grid.width, grid.prefix)
 
 
 def filter_each(v: Tensor, kernels: Tensor, grid: TokenGrid) -> Tensor:
@@ -121,11 +169,12 @@ class DynamicConv(nn.Module):
         for parameter in self.filters[2].parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, v: Tensor, call: Call) -> Tensor:
+    def add(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`out` and the filtered values at the queries."""
         kept = call.keep(v)
         mean = (kept.sum(-2, keepdim=True) / call.keys).flatten(1)
         kernels = run(self.filters, mean).unflatten(1, (self.channels, self.kernel_size, self.kernel_size))
-        return filter_each(values_at_queries(kept, call), kernels, call.grid)
+        return add_filtered(out, values_at_queries(kept, call), call, ImageFilters(kernels))
 
     def macs(self, size: Size) -> int:
         mlp = self.channels * self.hidden * (1 + self.kernel_size**2)
@@ -167,6 +216,19 @@ class NormShortcut(nn.Module):
 
     def forward(self, v: Tensor) -> Tensor:
         return F.gelu(run(self.norm, v.reshape(-1, v.shape[-1]))).reshape(v.shape)
+
+    def add(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`out` and the shortcut at the queries. In evaluation the norm is a factor and a shift, which the kernel of
+        the local branch takes as a filter of one tap."""
+        fixed = not (self.norm.training or torch.is_grad_enabled()) and call.grid == call.key_grid
+        if fixed and call.kernels and out.dtype == v.dtype and not exporting():
+            assert self.norm.running_mean is not None and self.norm.running_var is not None
+            factor = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
+            weight = factor.view(1, 1, -1, 1, 1)
+            if kernel.why_not(v, weight) is None:
+                shift = (self.norm.bias - self.norm.running_mean * factor).view(1, 1, -1)
+                return kernel.filtered(v, weight, shift, Grid(call.grid.tokens, 1), out, gelu=True)
+        return out + values_at_queries(self(v), call)
 
 
 def begin_at_zero(mechanism: nn.Module) -> None:
@@ -214,14 +276,11 @@ class WithLocal(Mechanism):
         return self.inner.core(q, k, v, call)
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        return self.inner.finish(out, q, k, v, call) + self.near(v, call)
-
-    def near(self, v: Tensor, call: Call) -> Tensor:
-        return self.conv(values_at_queries(call.keep(v), call), call.grid)
+        return self.conv.add(self.inner.finish(out, q, k, v, call), v, call)  # type: ignore[no-any-return]
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
         out = self.inner.fused(q, k, v, call)
-        return out if isinstance(out, str) else out + self.near(v, call).to(out.dtype)
+        return out if isinstance(out, str) else self.conv.add(out, v, call)
 
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.inner.implied_map(q, k, call)
@@ -252,6 +311,3 @@ class WithDynamic(WithLocal):
 
     def branch(self, channels: int, kernel_size: int) -> Any:
         return DynamicConv(channels, kernel_size)
-
-    def near(self, v: Tensor, call: Call) -> Tensor:
-        return self.conv(v, call)

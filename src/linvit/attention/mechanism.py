@@ -61,6 +61,8 @@ class Call:
     bias: Tensor | None = None  # see `Mechanism.forward`
     x: Tensor | None = None
     rotary: Rotary | None = None
+    kernels: bool = False  # fused kernels may be used: impl is not "reference"
+    filtered: bool = False  # the output has its local branch already
 
     def keep(self, per_key: Tensor, fill: float = 0.0) -> Tensor:
         """`per_key`, `(batch, heads, keys, …)`, with the masked keys filled."""
@@ -205,6 +207,7 @@ class Mechanism(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         q, k, call = self.enter(q, k, call)
         if self.impl != "reference":
+            call = replace(call, kernels=True)
             out = self.fused(q, k, v, call) if self.triton or self.impl == "auto" else NO_KERNEL
             if not isinstance(out, str):
                 return out

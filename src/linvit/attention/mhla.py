@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, GridConv, LinearAttention, RowSum, Shape, Size, TokenGrid, register
-from linvit.attention.local import values_at_queries
 from linvit.attention.options import ConvWidth, Eps, Range
 
 Side = Annotated[int, Range(1, 64)]
@@ -125,7 +124,7 @@ class MHLA(LinearAttention):
         return weights * products / self.row_sums(phi_q, phi_k, call)
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        return out if self.conv is None else out + self.conv(values_at_queries(call.keep(v), call), call.grid)
+        return out if self.conv is None else self.conv.add(out, v, call)
 
     def macs(self, size: Size) -> int:
         queries, keys = (Blocks(grid, self.blocks).tokens + grid.prefix for grid in (size.grid, size.key_grid))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Call, NormShortcut, Shape, TokenGrid, lift, register, values_at_queries
+from linvit.attention import Call, NormShortcut, Shape, TokenGrid, lift, register
 from linvit.attention.linear import Constant, Formula, Fusion, LinearAttention, RowSum, Unnormalised
 from linvit.attention.options import Eps, Number
 from linvit.errors import LinvitError
@@ -97,12 +97,19 @@ class QuadraticTaylor(LinearAttention):
             return super().fusion(q, k, call)
         if self.variant == "compact":
             phi_q, phi_k = (phi[..., :-1] for phi in self.features(lift(q), lift(k), call))
-            formula = Formula("identity", row_sum=True, eps=self.eps)
-            return Fusion(phi_q, phi_k, formula, constant=self.gamma.float().square())
+            formula = Formula("identity", row_sum=True, eps=self.eps, squared=True)
+            return Fusion(phi_q, phi_k, formula, self.gamma)
         if self.position is not None:
             k = k + self.position(call.key_grid).to(k.dtype)
-        formula = Formula("square", row_sum=True, eps=self.eps, feature_eps=self.eps)
-        return Fusion(q, k, formula, constant=self.scale.float().square())
+        formula = Formula("square", row_sum=True, eps=self.eps, feature_eps=self.eps, squared=True)
+        return Fusion(q, k, formula, self.scale)
+
+    @property
+    def constant(self) -> Tensor | None:
+        return self.scale if self.variant == "released" else None
+
+    def does_all(self) -> bool:
+        return self.shortcut is None
 
     def expand(self, x: Tensor) -> Tensor:
         head_dim = x.shape[-1]
@@ -127,7 +134,7 @@ class QuadraticTaylor(LinearAttention):
         return 2 * head_dim + 1 if self.beta else head_dim + 1
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        return out if self.shortcut is None else out + values_at_queries(self.shortcut(v), call)
+        return out if self.shortcut is None else self.shortcut.add(out, v, call)
 
 
 class KeyPosition(nn.Module):

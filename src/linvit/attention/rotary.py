@@ -44,6 +44,14 @@ class Rotary:
     def head_dim(self) -> int:
         return self.cos.shape[-1]
 
+    @property
+    def turn(self) -> str:
+        """What the fused kernel calls the pairs' layout, empty where it has none."""
+        width = self.head_dim
+        if self.blocks * 2 == width:
+            return "pairs"
+        return "halves" if self.blocks == 1 and width & (width - 1) == 0 else ""
+
     def check(self, q: Tensor, k: Tensor) -> None:
         """An error where these angles are not those of q and k."""
         if self.head_dim != q.shape[-1] or self.cos.shape[-2] > q.shape[-2]:

@@ -4,7 +4,7 @@ As the core is linear in v, weighted rows are the gradient of its weighted outpu
 make its map on the way; its queries stand by themselves, so it is asked for some of them at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,29 @@ def pull(
                 found += (weights[:, None, None, some] @ rows).squeeze(2)
             found = found[..., None].expand(*found.shape, width)
     return found if nothing is None else found.masked_fill(nothing, 0.0)
+
+
+def each_row(
+    mechanism: Mechanism, queries: Sequence[int], q: Tensor, k: Tensor, width: int, grid: TokenGrid | None, **given: Any
+) -> Tensor:
+    """`(batch, heads, queries, keys)`: the rows of some queries, mean over a head's channels, what they share
+    computed once."""
+    entered = mechanism.entered(q, k, grid, **given)
+    if not mechanism.capabilities.linear or entered[3] is not None:
+        picks = torch.zeros(len(queries), q.shape[2], device=q.device)
+        picks[range(len(queries)), list(queries)] = 1.0
+        found = [pull(mechanism, one.expand(q.shape[0], -1), q, k, width, grid, **given).mean(-1) for one in picks]
+        return torch.stack(found, dim=2)
+    q, k, call, _ = entered
+    with outside_autocast(q.device), torch.enable_grad():
+        v = k.new_zeros(*k.shape[:3], width).requires_grad_()
+        out = mechanism.core(q.detach(), k.detach(), v, call)
+        found = []
+        for query in queries:
+            picked = torch.zeros_like(out)
+            picked[:, :, query] = 1.0
+            found.append(torch.autograd.grad(out, v, picked, retain_graph=True)[0].mean(-1))
+    return torch.stack(found, dim=2)
 
 
 def by_gradient(mechanism: Mechanism, weights: Tensor, q: Tensor, k: Tensor, width: int, call: Call) -> Tensor:

@@ -10,9 +10,10 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from linvit.cli import bench_edge, compare, convert, export, plan, predict, report, serve, show, tables, theory, train
+from linvit.cli import bench_edge, compare, convert, export, plan, predict, push, report, serve, show, tables, theory
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
+from linvit.cli import train as train_verb
 from linvit.cli.output import flush, say, settle_streams
 from linvit.errors import LinvitError, Unreadable
 from linvit.files import is_full
@@ -46,10 +47,11 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "theory": theory.theory,
     "plan": plan.plan,
     "convert": convert.convert,
-    "train": train.train,
+    "train": train_verb.train,
     "eval": eval_verb.eval_,
     "predict": predict.predict,
     "export": export.export,
+    "push": push.push,
     "compare": compare.compare,
     "report": report.report,
     "serve": serve.serve,

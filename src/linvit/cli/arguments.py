@@ -22,10 +22,13 @@ Keep = Annotated[int | None, typer.Option("--keep", min=0, help="So many layers 
 Drop = Annotated[str, typer.Option("--drop", help="What to give up beyond what the plan does, such as relative_bias.")]
 
 # Models and images.
+MODEL = "A timm model, a folder that linvit or transformers saved, or user/name on the hub."
 Size = Annotated[str, typer.Option(metavar="PIXELS", help="Image size, such as 384x512; the model's own unless told.")]
 Sizes = Annotated[str, typer.Option(metavar="PIXELS", help="Image sizes, with commas, such as 224,384x512.")]
-ModelArg = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model.")]
-Pretrained = Annotated[bool, typer.Option(help="Start from timm's weights.")]
+ModelArg = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="An argument of timm.create_model, or of a config.")
+]
+Pretrained = Annotated[bool, typer.Option(help="Start from timm's or the hub's weights.")]
 Teacher = Annotated[str, typer.Option(metavar="MODEL_OR_DIR", help="Whom to learn from, or to compare with.")]
 
 # Detectors and segmenters.

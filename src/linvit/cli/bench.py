@@ -35,7 +35,7 @@ Budget = Annotated[float, typer.Option(help="Seconds to spend on each time.")]
 def op(
     mechanism: Annotated[str, typer.Option("--mechanism", "-m", help="One that `linvit list` names.")] = "stella",
     option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the mechanism.")] = None,
-    preset: Annotated[str | None, typer.Option(help="deit, grid or cpu: shapes to choose at once.")] = None,
+    preset: Annotated[str | None, typer.Option(help="deit, grid, cpu or kernels: shapes to choose at once.")] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1",
     heads: Annotated[str, typer.Option(help="Numbers of heads.")] = "6",
     head_dim: Annotated[str, typer.Option(help="Channels per head.")] = "64",

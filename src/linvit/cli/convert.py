@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="A timm model, or a folder that linvit saved.")] = "",
+    model: Annotated[str, typer.Argument(help=arguments.MODEL)] = "",
     plan: arguments.PlanText = "",
     output: Annotated[Path | None, arguments.output("DIR", "Where to save it.")] = None,
     keep: arguments.Keep = None,
@@ -48,6 +48,7 @@ def convert(
 
     \b
     Example: linvit convert deit_small_patch16_224 --plan mixa --keep 6 -o deit_s_mixa
+    Example: linvit convert google/vit-base-patch16-224 --plan stella -o vit_stella
     """
     if survey:
         print_survey(as_json)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def eval_(
-    model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help="A folder linvit saved, or a timm model.")],
+    model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help=arguments.MODEL)],
     data: arguments.Data,
     task: arguments.Task = "",
     teacher: arguments.Teacher = "",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A timm model, or a folder that linvit saved.")],
+    model: Annotated[str, typer.Argument(help=arguments.MODEL)],
     size: arguments.Size = "",
     candidates: Annotated[
         str, typer.Option("--plan", metavar="PLANS", help="What layers may become, such as stella,relu_linear:local=3.")

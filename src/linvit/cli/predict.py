@@ -18,7 +18,7 @@ FOLDER = Path("predictions")
 
 
 def predict(
-    model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A folder linvit saved, or a timm classifier.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help=arguments.MODEL)],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE…", help="Photographs, or folders of them.")],
     output: Annotated[Path | None, arguments.output("DIR", "Where pictures go; predictions unless told.")] = None,
     threshold: Annotated[float, typer.Option(min=0, max=1, help="The least score of an object that is told.")] = 0.5,

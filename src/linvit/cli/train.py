@@ -24,7 +24,7 @@ Watch = Callable[[dict[str, Any]], None]
 
 
 def train(
-    model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help="A timm model, or a folder linvit saved.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help=arguments.MODEL)],
     data: arguments.Data,
     output: Annotated[Path, arguments.output("RUN_DIR", "Where the run is kept.")],
     recipe: arguments.Recipe = "fast",

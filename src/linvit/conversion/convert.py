@@ -17,6 +17,7 @@ from linvit.conversion.grids import Grids, stem, watch
 from linvit.conversion.host import FEATURES, Ask, Host
 from linvit.conversion.hosts import host_for, host_of
 from linvit.conversion.plan import Auto, Choice, Plan, as_plan
+from linvit.conversion.refusing import no_hosts
 from linvit.conversion.report import Conversion, Layer, Report
 from linvit.errors import LinvitError, NotHonoured, unknown
 
@@ -123,18 +124,6 @@ def convert(
         measured,
         studied,
         named,
-    )
-
-
-def no_hosts(model: nn.Module) -> LinvitError:
-    """The error for a model without attention that linvit knows; what attention it has is named."""
-    kinds = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
-    if not kinds:
-        return LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
-    library = type(model).__module__.split(".")[0]
-    return LinvitError(
-        f"{library}'s {type(model).__name__} has attention that linvit does not know ({', '.join(kinds[:3])}): take "
-        "the model from timm or Hugging Face, such as timm.create_model('vit_base_patch16_224', pretrained=True)"
     )
 
 
@@ -280,8 +269,15 @@ def own_size(model: Any) -> tuple[int, int]:
     size: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is None or noted.get("built_for") == size:
         size = noted.get("input_size")
-    size = size or getattr(getattr(model, "config", None), "image_size", 224)
+    size = size or size_in(getattr(model, "config", None)) or 224
     return (size, size) if isinstance(size, int) else tuple(size[-2:])
+
+
+def size_in(config: Any) -> Any:
+    """The image size in a config of Hugging Face, the model's or that of the part that sees."""
+    inside = (getattr(config, name, None) for name in ("vision_config", "backbone_config"))
+    sizes = (size_in(part) for part in inside if part is not None)
+    return getattr(config, "image_size", None) or next((size for size in sizes if size), None)
 
 
 def probe_grids(
@@ -302,7 +298,7 @@ def probe_grids(
     for owner in model.modules():
         if stem(owner) is not None:
             handles += image.follow(owner)
-            image.owner = owner
+            image.owner = model if type(owner).__module__.startswith("transformers.") else owner
     inside: dict[nn.Module, Grids] = {}
     for kind in {host_of(module) for _, module in hosts}:
         for found_here in watch(model, kind):

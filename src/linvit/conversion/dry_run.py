@@ -1,14 +1,36 @@
 """One picture through a model without computing anything, for hooks that only look at shapes."""
 
+import inspect
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+TOWERS = ("vision_model", "vision_encoder", "vision_tower")  # what Hugging Face calls the part of a model that sees
 
 
 def image_part(model: nn.Module) -> nn.Module:
     """The part of a model that images go through without being looked at: of a detector or a segmenter its backbone,
-    for what its head does depends on what is in them."""
+    for what its head does depends on what is in them, and of Hugging Face's models with text or prompts the tower."""
     backbone = getattr(model, "backbone", None)
-    return backbone if isinstance(backbone, nn.Module) and hasattr(backbone, "trunk") else model
+    if isinstance(backbone, nn.Module) and hasattr(backbone, "trunk"):
+        return backbone
+    parts = (getattr(getattr(model, "base_model", model), name, None) for name in TOWERS)
+    return next((part for part in parts if isinstance(part, nn.Module)), model)
+
+
+def inputs_for(model: Any, images: Tensor) -> dict[str, Tensor]:
+    """Images as a model takes them: SigLIP 2 gets patches, a mask and the sizes they are from."""
+    first, *others = inspect.signature(model.forward).parameters
+    if "spatial_shapes" not in others:
+        return {first: images}
+    side = model.config.patch_size
+    patches = images.unfold(2, side, side).unfold(3, side, side)
+    rows, columns = patches.shape[2:4]
+    sizes = torch.tensor([[rows, columns]] * len(images))
+    patches = patches.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
+    mask = torch.ones(patches.shape[:2], dtype=torch.long, device=images.device)
+    return {first: patches, "pixel_attention_mask": mask, "spatial_shapes": sizes}
 
 
 def dry_run(model: nn.Module, size: tuple[int, int]) -> None:
@@ -27,9 +49,9 @@ def dry_run(model: nn.Module, size: tuple[int, int]) -> None:
         with torch.no_grad():
             picture = torch.empty(1, channels, *size, device="meta", dtype=like.dtype)
             try:
-                torch.func.functional_call(part.eval(), meta, (picture,), tie_weights=False)
+                torch.func.functional_call(part.eval(), meta, (), inputs_for(part, picture), tie_weights=False)
             except (RuntimeError, NotImplementedError):  # a model that looks at its data, as Gemma 4 for padding
-                part(torch.zeros_like(picture, device=like.device))
+                part(**inputs_for(part, torch.zeros_like(picture, device=like.device)))
     finally:
         part.train()  # timm's LeViT forgets the biases it cached in evaluation mode only so
         for module, training in modes:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from timm.models.crossvit import CrossAttention, CrossVit
 from timm.models.csatv2 import PosConv
 from timm.models.edgenext import SplitTransposeBlock
@@ -56,6 +57,8 @@ class Grids:
         self.prefix = prefix_tokens(owner)
         if hasattr(embed, "dynamic_feat_size") or isinstance(embed, Gemma4PatchEmbed):
             handles = [embed.register_forward_pre_hook(self.before_patches)]
+        elif hasattr(owner, "resize_positional_embeddings"):
+            handles = [owner.register_forward_pre_hook(self.before_ready_patches, with_kwargs=True)]
         else:
             handles = [embed.register_forward_hook(self.after_stem)]
         for module in owner.modules():
@@ -75,6 +78,16 @@ class Grids:
             else:
                 height, width = height // embed.patch_size[0], width // embed.patch_size[1]
             self.grid = TokenGrid(height, width, self.prefix)
+
+    def before_ready_patches(self, owner: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Forward pre-hook for SigLIP 2's embedding, which gets patches and the sizes of the pictures they are from: a
+        grid where all have one and none is padded."""
+        patches, sizes = (*args, *named.values())
+        self.grid = None
+        if sizes.device.type != "meta" and not torch.compiler.is_compiling():
+            first = TokenGrid(*sizes[0].tolist())
+            same = bool((sizes == sizes[0]).all()) and first.tokens == patches.shape[1]
+            self.grid = first if same else None
 
     def before_position(self, position: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook for a convolutional position encoding, called with the size of the picture."""

@@ -79,7 +79,7 @@ def changes_width(projection: Any) -> bool:
 
 
 HEADS = ("num_heads", "num_attention_heads", "heads")  # what modules call their number
-PROJECTIONS = ("qkv", "q", "wq", "q_proj", "v", "in_proj", "pwise")  # one of which reads a block's input
+PROJECTIONS = ("qkv", "q", "wq", "q_proj", "query", "v", "in_proj", "pwise")  # one of which reads a block's input
 BY_ORIGINAL: "dict[type[nn.Module], type[Host]]" = {}  # every host, by the module it stands for
 
 

@@ -1,5 +1,5 @@
-"""Models by name: a folder that linvit saved, or a timm model. Where its weights came from is noted on the model, so
-that what is made of it can find its original again.
+"""Models by name: a folder that linvit or transformers saved, a timm model, or a model of the Hugging Face hub. Where
+its weights came from is noted on the model, so that what is made of it can find its original again.
 
 Checkpoints are read without running what is in them. A pickle can run any code when it is read. safetensors cannot;
 PyTorch's own files are read with `weights_only=True`, which builds tensors and plain containers and refuses everything
@@ -7,8 +7,8 @@ else.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +18,10 @@ from timm.models import load_state_dict
 from torch import Tensor, nn
 
 from linvit.conversion.host import Host
+from linvit.conversion.hub.fetching import fetch_model, kind_in, no_waiting_for_the_hub, repository
 from linvit.conversion.report import Conversion, Source
 from linvit.conversion.saving import PICKLES, load
 from linvit.errors import LinvitError, reason, unknown_model
-
-PATIENCE = 5  # seconds that the hub has to answer
 
 
 def open_model(
@@ -34,23 +33,41 @@ def open_model(
     what: str = "model",
     instead: str = "--no-pretrained",
 ) -> nn.Module:
-    """The model with its weights: from a folder of ours, or from timm, pretrained or with a checkpoint's. `what` it is
-    and `instead` of timm's weights what to give are said in errors."""
-    if Path(name).is_dir():
-        if args:
-            raise LinvitError(f"{name} is a saved model, which is built as it was: leave out --model-arg")
-        model = load(name)
+    """The model with its weights: from a folder of ours or of transformers, from the hub, or from timm, pretrained or
+    with a checkpoint's. `what` it is and `instead` of timm's weights what to give are said in errors."""
+    fetched, args, on_hub = pretrained and checkpoint is None, dict(args or {}), None
+    folder = Path(name)
+    if not folder.is_dir() and not timm.is_model(name.split(".")[0]) and (on_hub := repository(name)) is not None:
+        folder = fetch_model(on_hub, weights=fetched)
+    if folder.is_dir() and kind_in(folder) != "timm":
+        model = open_folder(folder, args, fetched)
+        source = Source(folder=str(folder.resolve())) if on_hub is None else Source(str(on_hub), args, fetched)
+        model.linvit_source = source  # type: ignore[assignment]
         if checkpoint is not None:
             load_weights(model, checkpoint)
             del model.linvit_source
         return model
-    fetched = pretrained and checkpoint is None
-    model = create_model(name, fetched, dict(args or {}), what, instead)
+    if folder.is_dir():
+        name = f"local-dir:{folder.resolve()}" if on_hub is None else str(on_hub)
+    model = create_model(name, fetched, args, what, instead)
     if checkpoint is not None:
         load_weights(model, checkpoint)
     file = "" if checkpoint is None else str(checkpoint.resolve())
-    model.linvit_source = Source(name, dict(args or {}), fetched, file)  # type: ignore[assignment]
+    model.linvit_source = Source(name, args, fetched, file)  # type: ignore[assignment]
     return model
+
+
+def open_folder(folder: Path, args: dict[str, Any], weights: bool) -> nn.Module:
+    """The model that linvit or transformers saved in a folder."""
+    if kind_in(folder) == "transformers":
+        try:
+            from linvit.conversion.huggingface import open_folder as open_transformers
+        except ImportError:
+            raise LinvitError(f"{folder} is a Hugging Face model: pip install linvit[transformers]") from None
+        return open_transformers(folder, args, weights=weights)
+    if args:
+        raise LinvitError(f"{folder} is a saved model, which is built as it was: leave out --model-arg")
+    return load(folder)
 
 
 def create_model(name: str, pretrained: bool, args: dict[str, Any], what: str, instead: str) -> nn.Module:
@@ -75,29 +92,6 @@ def create_model(name: str, pretrained: bool, args: dict[str, Any], what: str, i
         raise LinvitError(f"cannot get the pretrained weights of {name} ({why}); give {instead}") from error
 
 
-@contextmanager
-def no_waiting_for_the_hub() -> Iterator[None]:
-    """The Hugging Face hub is asked once. Where it does not answer, what its cache holds is taken, and anything else is
-    an error at once: left alone, it would be asked again and again, for a minute and in silence."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    offline = constants.HF_HUB_OFFLINE
-    try:
-        if not offline:
-            get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-    except Exception:  # whatever the network makes of it
-        constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    except OSError as error:
-        if offline or not constants.HF_HUB_OFFLINE:
-            raise
-        raise ConnectionError("the Hugging Face hub cannot be reached and its cache does not hold them") from error
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-
-
 def open_original(converted: nn.Module, name: str) -> nn.Module:
     """The model that a converted one was made from, or one line that says why it is not to be had."""
     conversions: list[Conversion] = getattr(converted, "linvit_conversions", [])
@@ -106,7 +100,7 @@ def open_original(converted: nn.Module, name: str) -> nn.Module:
         raise LinvitError(f"the recipe learns from a teacher: {hint}")
     source = conversions[0].source or Source()
     if source.folder and Path(source.folder).is_dir():
-        return load(source.folder)
+        return open_folder(Path(source.folder), {}, True)
     checkpoint = Path(source.checkpoint) if source.checkpoint else None
     gone = source.folder or (source.checkpoint if checkpoint is not None and not checkpoint.is_file() else "")
     if gone:
@@ -162,3 +156,12 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     if not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise LinvitError(f"{path} holds no plain list of weights: save model.state_dict() as safetensors")
     return cast(dict[str, Tensor], state)
+
+
+def register_auto_classes() -> None:
+    """Let transformers' Auto classes open what linvit saved: `AutoModelForImageClassification.from_pretrained(folder)`
+    then gives what `linvit.load(folder)` does. Converting or opening a Hugging Face model does so too."""
+    try:
+        from linvit.conversion import huggingface  # noqa: F401
+    except ImportError as error:
+        raise LinvitError(f"transformers is missing or too old ({error}): pip install linvit[transformers]") from None

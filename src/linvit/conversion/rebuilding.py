@@ -27,7 +27,7 @@ from linvit.errors import LinvitError, reason, unknown
 # Settings that matter in training only, or that the machine decides: a rebuilt model may differ in them. Swin's blocks
 # note the shift they were first built with; what counts is shift_size.
 PASSING = {"training", "distilled_training", "grad_checkpointing", "p", "drop_prob", "drop_rate", "scale_by_keep"}
-PASSING |= {"fused_attn", "impl", "target_shift_size"}
+PASSING |= {"fused_attn", "impl", "target_shift_size", "name_or_path"}
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -142,9 +142,11 @@ def inner(model: nn.Module) -> nn.Module:
 
 
 def single(size: Any) -> Any:
-    """7 for (7, 7): not every model takes pairs."""
-    pair = isinstance(size, tuple | list) and len(size) == 2
-    return size[0] if pair and size[0] == size[1] else size
+    """7 for (7, 7): not every model takes pairs. Lists are tuples: a config that was written down has no others."""
+    if not isinstance(size, tuple | list):
+        return size
+    pair = len(size) == 2 and size[0] == size[1] and not isinstance(size[0], tuple | list)
+    return size[0] if pair else tuple(single(part) for part in size)
 
 
 def blocks(model: Any) -> list[Any]:

@@ -5,7 +5,7 @@ needs neither the softmax original nor its weights, and does not probe or choose
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from linvit.attention import Count, Number, Range
 from linvit.codec import convert, from_plain, to_plain
 from linvit.conversion.convert import own_size
+from linvit.conversion.hub.fetching import CONFIG, PREFIXES, PROCESSOR, WEIGHTS, fetch_model, repository
 from linvit.conversion.rebuilding import SavedLayer, hugging, inner, install_layers, origin, rebuild, saved_layers
 from linvit.conversion.report import Conversion, Source
 from linvit.errors import LinvitError
-from linvit.files import place, write_folder
+from linvit.files import place, to_json, write_folder
 from linvit.version import __version__
 
 FORMAT = 1
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".tar")
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+MODEL_TYPE = "linvit"
 Share = Annotated[float, Range(1e-3, 1e3)]
 PREPROCESSING = {
     "input_size": tuple[Count, Count, Count],
@@ -47,6 +48,7 @@ class SavedConfig:
 
     format: int = FORMAT
     linvit: str = __version__
+    model_type: str = field(default="", metadata={"sparse": True})  # by which transformers' Auto classes know it
     model: str
     args: dict[str, Any]
     dtype: str
@@ -73,6 +75,7 @@ def save(
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     name, args = origin(model, model_name, model_args)
     config = SavedConfig(
+        model_type=MODEL_TYPE if hugging(model) else "",
         model=name,
         args=args,
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -87,8 +90,14 @@ def save(
     except (TypeError, ValueError) as error:
         raise LinvitError(f"an argument of the model or an option of its layers cannot be saved: {error}") from None
     state = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in model.state_dict().items()}
-    config_file = {CONFIG: lambda path: Path(path).write_text(text, encoding="utf-8")}
-    write_folder(folder, {WEIGHTS: partial(write_weights, state), **config_file})
+    files: dict[str, Callable[[str], object]] = {WEIGHTS: partial(write_weights, state)}
+    if (processor := getattr(model, "linvit_processor", None)) is not None:
+        files[PROCESSOR] = partial(write_text, to_json(processor))
+    write_folder(folder, {**files, CONFIG: partial(write_text, text)})
+
+
+def write_text(content: str, path: str) -> None:
+    Path(path).write_text(content, encoding="utf-8")
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:
@@ -98,9 +107,13 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
         raise OSError(str(error)) from error
 
 
-def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module:
-    """The model saved in a folder, in evaluation mode."""
-    folder = Path(folder)
+def load(folder: str | Path, *, device: str | torch.device = "cpu", revision: str | None = None) -> nn.Module:
+    """The model saved in a folder, or at a `revision` of a model on the Hugging Face hub, `hf-hub:user/name`, in
+    evaluation mode."""
+    found = repository(folder, revision) if isinstance(folder, str) and folder.startswith(PREFIXES) else None
+    if found is None and revision is not None:
+        raise LinvitError(f"a folder has no revisions: leave out revision='{revision}', or give hf-hub:user/name")
+    folder = Path(folder) if found is None else fetch_model(found)
     config = read_config(folder)
     state = read_weights(folder / WEIGHTS)
     model = rebuild(config.model, config.args)
@@ -114,10 +127,13 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module
         tensor.data = tensor.data.to(state[key].dtype)
     model.load_state_dict(state)
     model.linvit_origin = {"name": config.model, "args": config.args}  # type: ignore[assignment]
-    model.linvit_source = Source(folder=str(folder.resolve()))  # type: ignore[assignment]
+    source = Source(folder=str(folder.resolve())) if found is None else Source(str(found), {}, True)
+    model.linvit_source = source  # type: ignore[assignment]
     model.linvit_conversions = [Conversion.from_dict(done) for done in config.conversions]  # type: ignore[assignment]
-    if not hugging(model) or "crop_pct" in config.preprocessing:
+    if not hugging(model) or len(config.preprocessing) > 1:
         note(model, **config.preprocessing)
+    if (folder / PROCESSOR).is_file():
+        model.linvit_processor = json.loads((folder / PROCESSOR).read_text(encoding="utf-8"))
     if config.classes:
         note(model, label_names=config.classes)
     if config.held_out_of:
@@ -127,9 +143,9 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu") -> nn.Module
 
 def preprocessing(model: nn.Module) -> dict[str, Any]:
     """What happens to a picture before the model sees it, as timm's data config, at the model's present input size."""
-    if hugging(model):  # its image processor knows the rest, unless it was trained here
-        trained = {key: value for key, value in noted(model).items() if key in ("crop_pct", "mean", "std")}
-        return {"input_size": (3, *own_size(model)), **trained}
+    if hugging(model):  # what its image processor says, or what it was trained with here
+        known = {name: noted(model)[name] for name in PREPROCESSING if name in noted(model)}
+        return {**known, "input_size": (3, *own_size(model))}
     config = resolve_model_data_config(model)
     if built_for(model) is not None:
         config["input_size"] = (config["input_size"][0], *own_size(inner(model)))

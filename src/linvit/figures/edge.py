@@ -4,10 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from linvit.errors import LinvitError
-from linvit.figures.plots import GREY, picture
-
-COLOURS = ("#d1495b", "#30638e", "#edae49", "#3d8168", "#7b5ea7", "#8d99ae")
-MARKERS = "osD^vP"
+from linvit.figures.style import GREY, line, picture
 
 
 def plot_edge(result: dict[str, Any], path: Path) -> None:
@@ -22,8 +19,7 @@ def plot_edge(result: dict[str, Any], path: Path) -> None:
         for panel, (runtime, threads) in zip(panels, settings, strict=True):
             for place, plan in enumerate(plans):
                 drawn = {r["resolution"]: r["ratio"] for r in rows if key(r) == (runtime, threads, plan)}
-                style = {"color": COLOURS[place % 6], "marker": MARKERS[place % 6], "markersize": 5}
-                panel.plot([pixels.index(p) for p in drawn], list(drawn.values()), label=plan, **style)
+                panel.plot([pixels.index(p) for p in drawn], list(drawn.values()), label=plan, **line(place))
             panel.axhline(1.0, color=GREY, linewidth=1.0, linestyle="--")
             many = "1 thread" if threads == 1 else f"{threads} threads"
             panel.set(title=f"{runtime}, {many}", xlabel="pixels", xticks=range(len(pixels)), yscale="log")

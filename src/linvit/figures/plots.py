@@ -1,28 +1,16 @@
-"""How every picture looks, where it may be written, and the plots of a bench, a calibration and a training."""
+"""The plots of a bench, a calibration and a training."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from linvit.conversion import Sensitivity
 from linvit.conversion.planning import FrontPlan, Study
-from linvit.errors import LinvitError, unknown
+from linvit.errors import LinvitError
+from linvit.figures.style import BLUE, GREY, INK, RED, picture
 from linvit.measurement.speed import compare_op
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Records = list[dict[str, Any]]
-FORMATS = (".pdf", ".png", ".svg")
-INK, BLUE, RED, GREY = "#1f2933", "#1f6fb4", "#c8503c", "#9aa5b1"
-STYLE = {
-    **{"font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9.5, "axes.titlelocation": "left"},
-    **{"axes.edgecolor": GREY, "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False},
-    **{"grid.alpha": 0.25, "text.color": INK, "xtick.color": INK, "ytick.color": INK},
-    **{"legend.frameon": False, "legend.fontsize": 8, "svg.hashsalt": "linvit"},
-}
 # Ours is the one bold colour; the others are told apart by marker too, for readers who see no colour.
 LINES = {
     "ours": {"color": "#d1495b", "marker": "o", "linewidth": 2.4, "zorder": 4},
@@ -31,27 +19,6 @@ LINES = {
     "compiled": {"color": "#5f6b7a", "marker": "v", "linewidth": 1.2},
 }
 LABELS = {"sdpa": "softmax (SDPA)", "reference": "reference, eager", "compiled": "reference, compiled"}
-
-
-def check_picture(path: Path) -> None:
-    """Raise unless `path` is a picture's name in a folder that exists. Asked before the work, so that nobody waits for
-    a file that cannot be saved."""
-    if path.suffix.lower() not in FORMATS:
-        raise unknown("picture format", path.suffix or path.name, FORMATS)
-    if not path.parent.is_dir():
-        raise LinvitError(f"no folder {path.parent} to put {path.name} in; make it first")
-
-
-@contextmanager
-def picture(path: Path, width: float, height: float) -> "Iterator[Figure]":
-    """A figure of so many inches to draw on, written to `path` in the end; the suffix names the format."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]  # its keys are a Literal of hundreds
-        figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
-        yield figure
-        figure.savefig(path)
 
 
 def plot_op(result: dict[str, Any], path: Path) -> None:

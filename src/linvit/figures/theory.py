@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linvit.figures.plots import BLUE, GREY, INK, RED, picture
+from linvit.figures.style import BLUE, GREY, INK, RED, picture
 from linvit.measurement import closed_forms as closed
 from linvit.measurement.theory import CORRELATION, HEAD_DIMS, ORDERS, TOKENS, Finding, Sampler, taylor_pairs
 

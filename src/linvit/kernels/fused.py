@@ -18,6 +18,7 @@ from linvit.errors import LinvitError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Strides = tuple[int, ...]
+Given = tuple[Tensor | None, ...]  # what an op takes beside q, k and v
 launch_cache = lru_cache(maxsize=4096)  # decorates what prepares launches; a service may see any number of shapes
 
 
@@ -30,7 +31,7 @@ def no_kernels_on(device: torch.device) -> str | None:
 @lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU: for tests, by TRITON_INTERPRET=1."""
-    from linvit.kernels.linear.kernels import INTERPRETED
+    from linvit.kernels.linear.tiles import INTERPRETED
 
     return bool(INTERPRETED.value)
 
@@ -80,10 +81,18 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
+MEMORY = 232_448  # bytes of shared memory that a program can have on an H200
+
+
 @torch.compiler.assume_constant_result
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory a program can have, on a GPU."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    """Bytes of shared memory that a program can have."""
+    return _shared_memory(device)
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else MEMORY
 
 
 @lru_cache(maxsize=64)
@@ -170,54 +179,56 @@ class Launch:
 class FusedOp:
     """A fused attention: its kernels forward and backward, and what eager calls, autograd and operators need of them.
 
-    `forward(q, k, v, mask, learned, options, save, signature)` returns the output, `rows_like` v at the queries, and
-    what backward needs: float32 tensors named `saved`, whose sizes `saved_sizes(q, v, options)` tells, or None for one
-    that backward computes again. `backward(grad, q, k, v, dq, dk, dv, mask, learned, saved, options, wanted)` writes
-    dq, dk and dv, whose channels are dense, and returns the gradient of `learned`, if that is wanted. `mask`, boolean
-    (batch, keys), is true for the keys that take part; `learned` names one more tensor with a gradient of its own, if
-    the op has it. `options` is a NamedTuple of plain values. `lazy` ops save nothing unless they are asked to. Only ops
-    with `cpu` run on the CPU without Triton's interpreter.
+    `given` are the tensors beside q, k and v, None for those that are not there: first the `constants`, of which
+    `mask`, boolean (batch, keys), is true for the keys that take part, then the `learned`, which have gradients.
+    `forward(q, k, v, given, options, save, signature)` returns the output, `rows_like` v at the queries, and what
+    backward needs: float32 tensors named `saved`, whose sizes `saved_sizes(q, v, options)` tells, or None for one that
+    backward computes again. `backward(grad, q, k, v, dq, dk, dv, given, saved, options, wanted)` writes dq, dk and dv,
+    whose channels are dense, and returns the gradients of the learned, None where `wanted` says so. `options` is a
+    NamedTuple of plain values. `lazy` ops save nothing unless they are asked to. Only ops with `cpu` run on the CPU
+    without Triton's interpreter.
     """
 
     def __init__(
         self, name: str, options: Any, forward: Callable[..., tuple[Tensor | None, ...]],
-        backward: Callable[..., Tensor | None], *, flops: Callable[[Any, Any, Any], int],
-        backward_flops: Callable[[Any, Any, Any], int] | None = None, learned: str = "", saved: tuple[str, ...] = (),
+        backward: Callable[..., tuple[Tensor | None, ...]], *, flops: Callable[[Any, Any, Any], int],
+        backward_flops: Callable[[Any, Any, Any], int] | None = None, constants: tuple[str, ...] = ("mask",),
+        learned: tuple[str, ...] = (), saved: tuple[str, ...] = (),
         saved_sizes: Callable[..., tuple[tuple[int, ...], ...]] = lambda q, v, options: (), lazy: bool = False,
         cpu: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.options, self.forward, self.backward = name, options, forward, backward
         self.flops, self.backward_flops = flops, backward_flops or (lambda *of: 2 * flops(*of))
-        self.learned, self.saved, self.saved_sizes, self.lazy, self.cpu = learned, saved, saved_sizes, lazy, cpu
+        self.constants, self.learned, self.saved, self.saved_sizes = constants, learned, saved, saved_sizes
+        self.lazy, self.cpu = lazy, cpu
         self.separate_op: Any = None  # set by operators.register
         self.packed_op: Any = None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, learned: Tensor | None, options: Any,
-        signature: tuple[Any, ...] | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, given: Given, options: Any, signature: tuple[Any, ...] | None = None
+    ) -> Tensor:
         """Attend; `signature` is that of q, k and v, from callers that know it and that they are `plain`."""
-        save = torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad or (learned is not None and learned.requires_grad)
-        )
+        save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or self.learns(given))
         if signature is None:
             if not plain(q):
-                return self._dispatch(self.separate_op, (q, k, v), mask, learned, options, save)
+                return self._dispatch(self.separate_op, (q, k, v), given, options, save)
             signature = signature_of(q, k, v)
         if not save:
-            return self.forward(q, k, v, mask, learned, options, False, signature)[0]  # type: ignore[return-value]
-        return _Fused.apply(self, options, signature, packed_source(q, k, v), q, k, v, mask, learned)
+            return self.forward(q, k, v, given, options, False, signature)[0]  # type: ignore[return-value]
+        return _Fused.apply(self, options, signature, packed_source(q, k, v), q, k, v, *given)
 
-    def packed(self, qkv: Tensor, mask: Tensor | None, learned: Tensor | None, options: Any) -> Tensor:
+    def packed(self, qkv: Tensor, given: Given, options: Any) -> Tensor:
         """The same from a packed `(batch, tokens, 3, heads, head_dim)` projection, for compilers and exporters too."""
         if plain(qkv):
-            return self(*unpack(qkv), mask, learned, options)
-        save = torch.is_grad_enabled() and (qkv.requires_grad or (learned is not None and learned.requires_grad))
-        return self._dispatch(self.packed_op, (qkv,), mask, learned, options, save)
+            return self(*unpack(qkv), given, options)
+        save = torch.is_grad_enabled() and (qkv.requires_grad or self.learns(given))
+        return self._dispatch(self.packed_op, (qkv,), given, options, save)
 
-    def _dispatch(self, op: Any, tensors: Any, mask: Any, learned: Any, options: Any, save: bool) -> Tensor:
-        extras = (mask, learned) if self.learned else (mask,)
-        found = op(*tensors, *extras, *options, *((save,) if self.lazy else ()))
+    def learns(self, given: Given) -> bool:
+        return any(tensor is not None and tensor.requires_grad for tensor in given[len(self.constants) :])
+
+    def _dispatch(self, op: Any, tensors: Any, given: Given, options: Any, save: bool) -> Tensor:
+        found = op(*tensors, *given, *options, *((save,) if self.lazy else ()))
         return found[0] if self.saved else found
 
 
@@ -257,29 +268,31 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, op: FusedOp, options: Any, signature: Any, whole: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-        mask: Tensor | None, learned: Tensor | None,
+        *given: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        out, *saved = op.forward(q, k, v, mask, learned, options, True, signature)
-        ctx.save_for_backward(q, k, v, mask, learned, *saved)
-        ctx.op, ctx.options, ctx.whole = op, options, None if whole is None else whole.shape
+        out, *saved = op.forward(q, k, v, given, options, True, signature)
+        ctx.save_for_backward(q, k, v, *given, *saved)
+        ctx.op, ctx.options, ctx.whole, ctx.given = op, options, None if whole is None else whole.shape, len(given)
         return out  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # autograd enables it here when it was asked for a graph of the gradients
             raise LinvitError(f"the fused {ctx.op.name} cannot be differentiated twice; use impl='reference'")
-        q, k, v, mask, learned, *saved = ctx.saved_tensors
-        rest = (mask, learned, saved, ctx.options, ctx.needs_input_grad[8])
+        q, k, v, *others = ctx.saved_tensors
+        given, saved, constants = tuple(others[: ctx.given]), others[ctx.given :], len(ctx.op.constants)
+        rest = (given, saved, ctx.options, ctx.needs_input_grad[7 + constants :])
         # A checkpoint is valid in a plain backward() only: that is how PyTorch tells it from `grad` and `inputs=`.
         hooks = q._backward_hooks or k._backward_hooks or v._backward_hooks
         watched = hooks or q.retains_grad or k.retains_grad or v.retains_grad
         plainly = torch.autograd._is_checkpoint_valid() and not watched
+        nothing = (None,) * constants
         if ctx.whole is not None and plainly:
             d_whole = torch.empty(ctx.whole, dtype=q.dtype, device=q.device)
             row, strides = packed_strides(q.shape)
             parts = (d_whole.as_strided(q.shape, strides, first) for first in (0, row, 2 * row))
             d_learned = ctx.op.backward(grad, q, k, v, *parts, *rest)
-            return None, None, None, d_whole, None, None, None, None, d_learned
+            return None, None, None, d_whole, None, None, None, *nothing, *d_learned
         dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
         d_learned = ctx.op.backward(grad, q, k, v, dq, dk, dv, *rest)
-        return None, None, None, None, dq, dk, dv, None, d_learned
+        return None, None, None, None, dq, dk, dv, *nothing, *d_learned

@@ -1,7 +1,7 @@
 """Fused ops as operators of PyTorch, `linvit::name` and `linvit::name_packed`, for compilers, exporters and counters.
 
-Arguments are q, k and v in any strides, or one packed `(batch, tokens, 3, heads, head_dim)` projection; then the mask,
-the op's learned tensor if it has one, and its options. Beside the output come the tensors that are saved for the
+Arguments are q, k and v in any strides, or one packed `(batch, tokens, 3, heads, head_dim)` projection; then the
+tensors beside them, the mask first, and the op's options. Beside the output come the tensors that are saved for the
 backward, empty where that computes them again.
 """
 
@@ -28,17 +28,14 @@ def define(op: FusedOp, packed: bool) -> Any:
     """Define the operator and its backward, from q, k and v or from a packed projection."""
     name = f"{op.name}_packed" if packed else op.name
     count, tensors = (1, "Tensor qkv") if packed else (3, "Tensor q, Tensor k, Tensor v")
-    kept, extras = len(op.saved), "Tensor? mask"
-    if op.learned:
-        extras += f", Tensor? {op.learned}"
+    kept, beside = len(op.saved), len(op.constants) + len(op.learned)
+    given = ", ".join(f"Tensor? {tensor}" for tensor in (*op.constants, *op.learned))
     options = "".join(f", {KINDS[kind]} {field}" for field, kind in get_type_hints(op.options).items())
     saved = "".join(f"Tensor {tensor}, " for tensor in op.saved)
-    save, wanted = ", bool save" * op.lazy, ", bool wanted" * bool(op.learned)
-    library.define(f"{name}({tensors}, {extras}{options}{save}) -> {returns(1 + kept)}")
-    library.define(
-        f"{name}_backward(Tensor grad, {tensors}, {saved}{extras}{options}{wanted}) "
-        f"-> {returns(count + bool(op.learned))}"
-    )
+    save, wanted = ", bool save" * op.lazy, "".join(f", bool d_{tensor}" for tensor in op.learned)
+    library.define(f"{name}({tensors}, {given}{options}{save}) -> {returns(1 + kept)}")
+    gradients = returns(count + len(op.learned))
+    library.define(f"{name}_backward(Tensor grad, {tensors}, {saved}{given}{options}{wanted}) -> {gradients}")
 
     def views(args: Any) -> Any:
         return unpack(args[0]) if packed else args[:3]
@@ -56,48 +53,46 @@ def define(op: FusedOp, packed: bool) -> Any:
         why = None if op.cpu else no_kernels_on(q.device)
         if why is not None:
             raise LinvitError(f"linvit::{name} cannot run here: {why}")
-        mask, learned, options, save = parse(op, args[count:])
-        found = op.forward(q, k, v, mask, learned, options, bool(save), signature_of(q, k, v))
+        given, options, save = parse(op, args[count:])
+        found = op.forward(q, k, v, given, options, save == (True,), signature_of(q, k, v))
         return one_or_all(q.new_empty(0, dtype=torch.float32) if t is None else t for t in found)
 
     def fake_forward(*args: Any) -> Any:
         q, _, v = views(args)
-        _, _, options, save = parse(op, args[count:])
-        sizes = ((0,),) * kept if save is False else op.saved_sizes(q, v, options)
+        _, options, save = parse(op, args[count:])
+        sizes = ((0,),) * kept if save == (False,) else op.saved_sizes(q, v, options)
         states = (q.new_empty(size, dtype=torch.float32) for size in sizes)
         return one_or_all((rows_like(v, q.shape[2]), *states))
 
     def backward(grad: Tensor, *args: Any) -> Any:
         saved = [state if state.numel() else None for state in args[count : count + kept]]
-        mask, learned, options, wanted = parse(op, args[count + kept :])
+        given, options, wanted = parse(op, args[count + kept :])
         found, parts = empty(args)
-        d_learned = op.backward(grad, *views(args), *parts, mask, learned, saved, options, bool(wanted))
-        if op.learned:
-            found += (grad.new_empty(0) if d_learned is None else d_learned,)
-        return one_or_all(found)
+        d_learned = op.backward(grad, *views(args), *parts, given, saved, options, wanted)
+        return one_or_all((*found, *(grad.new_empty(0) if d is None else d for d in d_learned)))
 
     def fake_backward(grad: Tensor, *args: Any) -> Any:
-        _, learned, _, wanted = parse(op, args[count + kept :])
-        found, _ = empty(args)
-        if op.learned:
-            found += (learned.new_empty(learned.shape) if wanted else grad.new_empty(0),)
-        return one_or_all(found)
+        given, _, wanted = parse(op, args[count + kept :])
+        learned = zip(given[len(op.constants) :], wanted, strict=True)
+        d_learned = (one.new_empty(one.shape) if asked else grad.new_empty(0) for one, asked in learned)
+        return one_or_all((*empty(args)[0], *d_learned))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if op.lazy and not inputs[-1]:
             raise LinvitError(f"call {name} with save=True where a gradient is needed")
         states = output[1:] if kept else ()
-        last = count + (2 if op.learned else 1)
+        last = count + beside
         ctx.save_for_backward(*inputs[:count], *states, *inputs[count:last])
         ctx.mark_non_differentiable(*states)
         ctx.options = inputs[last : len(inputs) - op.lazy]
 
     def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        wanted: tuple[bool, ...] = (ctx.needs_input_grad[count + 1],) if op.learned else ()
+        wanted = ctx.needs_input_grad[count + len(op.constants) : count + beside]
         found = backward_op.default(grad, *ctx.saved_tensors, *ctx.options, *wanted)
         found = found if isinstance(found, tuple) else (found,)
-        d_learned = (found[count] if wanted[0] else None,) if op.learned else ()
-        return *found[:count], None, *d_learned, *(None for _ in ctx.options), *((None,) * op.lazy)
+        d_learned = (d if asked else None for d, asked in zip(found[count:], wanted, strict=True))
+        constants = (None for _ in op.constants)
+        return *found[:count], *constants, *d_learned, *(None for _ in ctx.options), *((None,) * op.lazy)
 
     def shapes(args: Any) -> tuple[Any, Any]:
         if not packed:
@@ -111,19 +106,18 @@ def define(op: FusedOp, packed: bool) -> Any:
         torch.library.register_fake(f"linvit::{which}", fake, lib=library)
     torch.library.register_autograd(f"linvit::{name}", differentiate, setup_context=setup, lib=library)
     forward_op, backward_op = (getattr(torch.ops.linvit, which) for which in (name, f"{name}_backward"))
-    register_flop_formula(forward_op)(lambda *args, **_: op.flops(*shapes(args), parse(op, args[count:])[2]))
+    register_flop_formula(forward_op)(lambda *args, **_: op.flops(*shapes(args), parse(op, args[count:])[1]))
     register_flop_formula(backward_op)(
-        lambda _, *args, **__: op.backward_flops(*shapes(args), parse(op, args[count + kept :])[2])
+        lambda _, *args, **__: op.backward_flops(*shapes(args), parse(op, args[count + kept :])[1])
     )
     return forward_op.default
 
 
-def parse(op: FusedOp, rest: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-    """Mask, learned tensor and options of an operator's arguments, and the flag that may follow."""
-    mask, learned = rest[0], rest[1] if op.learned else None
-    first = 2 if op.learned else 1
+def parse(op: FusedOp, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+    """The tensors beside q, k and v and the options of an operator's arguments, and the flags that may follow."""
+    first = len(op.constants) + len(op.learned)
     last = first + len(op.options._fields)
-    return mask, learned, op.options(*rest[first:last]), rest[last] if len(rest) > last else None
+    return rest[:first], op.options(*rest[first:last]), rest[last:]
 
 
 def returns(count: int) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from linvit.conversion import Plan, open_model
+from linvit.conversion.hub.fetching import kind_in, repository
 from linvit.conversion.rebuilding import hugging
 from linvit.conversion.saving import read_config
 from linvit.errors import LinvitError
@@ -145,8 +146,11 @@ def tell(processes: Processes, watch: Watch | None, text: str) -> None:
 
 
 def is_name(model: Model) -> bool:
-    """Whether this is a timm name."""
-    return not isinstance(model, nn.Module) and not Path(model).is_dir()
+    """Whether this is a timm name, on the hub or not, and no other model there."""
+    if isinstance(model, nn.Module) or Path(model).is_dir():
+        return False
+    found = repository(str(model))
+    return found is None or found.name.startswith("timm/")
 
 
 def name_of(model: Model) -> str:
@@ -154,7 +158,8 @@ def name_of(model: Model) -> str:
     if isinstance(model, nn.Module):
         noted: Any = getattr(model, "linvit_origin", {})
         return str(noted.get("name") or (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or "")
-    return read_config(Path(model)).model if Path(model).is_dir() else str(model)
+    ours = Path(model).is_dir() and kind_in(Path(model)) not in ("transformers", "timm")
+    return read_config(Path(model)).model if ours else str(model)
 
 
 def described(what: Model | Plan | None) -> Any:

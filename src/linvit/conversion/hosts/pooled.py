@@ -1,9 +1,9 @@
 """Fewer keys than tokens, or fewer queries than keys: pooled by convolutions, means and maxima."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import MultiQueryAttention2d
@@ -218,7 +218,54 @@ class HieraDetHost(ChannelsLastHost, hieradet_sam2.MultiScaleAttention):
         return self.project_out(out, q).unflatten(1, (grid.height, grid.width))
 
 
-class HieraHost(Host, MaskUnitAttention):
+class UnrolledHost(Host):
+    """Hiera keeps the tokens of a mask unit in the order of its pooling, not row by row; mechanisms that look at the
+    grid or at neighbours get them row by row."""
+
+    pooled_by: ClassVar[str] = "q_stride"  # what the module calls the number of tokens that become one query
+    strides: Strides = ()  # pooling still to come, each step of which is an outer axis of the tokens
+
+    @classmethod
+    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
+        return super().asks(model, module) + ([POOLED_QUERIES] if getattr(module, cls.pooled_by) > 1 else [])
+
+    def units_now(self) -> tuple[int, int]:
+        """Mask units of the picture."""
+        raise NotImplementedError
+
+    def run(self, x: Tensor) -> Tensor:
+        (batch, tokens, _), stride = x.shape, getattr(self, self.pooled_by)
+        size = stride * self.window_size if self.use_mask_unit_attn else tokens
+        units = tokens // size
+        x = x.reshape(batch, size, units, -1).transpose(1, 2).flatten(0, 1)
+        q, k, v = unpack(self.qkv(x), 3, self.shape(self).heads or 1)
+        if stride > 1:
+            q = q.unflatten(2, (stride, -1)).amax(2)
+        out = self.project_out(self._attend(q, k, v, x), q)
+        return out.unflatten(0, (batch, units)).transpose(1, 2).flatten(1, 2)
+
+    def orders(self, k: Tensor) -> tuple[TokenGrid, TokenGrid, Tensor, Tensor] | None:
+        """The grids of queries and keys, and where each is kept, row by row; none where that does not matter, or where
+        masked units leave no picture."""
+        units = (1, 1) if self.use_mask_unit_attn else self.units_now()
+        key_grid, key_order = layout(self.strides, units)
+        if self.mechanism.capabilities.equivariant or key_grid.tokens != k.shape[2]:
+            return None
+        pools = getattr(self, self.pooled_by) > 1
+        grid, order = layout(self.strides[1:], units) if pools else (key_grid, key_order)
+        return grid, key_grid, order.to(k.device), key_order.to(k.device)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        found = self.orders(k)
+        if found is None:
+            return self.attend(q, k, v, None, x=x)
+        grid, key_grid, order, key_order = found
+        k, v, x = k[:, :, key_order], v[:, :, key_order], x[:, key_order]
+        out = self.attend(q[:, :, order], k, v, grid, key_grid=key_grid, x=x)
+        return out[:, :, order.argsort()]
+
+
+class HieraHost(UnrolledHost, MaskUnitAttention):
     """Hiera's `MaskUnitAttention`: inside mask units in the early stages, over the whole picture later, with max-pooled
     queries where a stage begins.
 
@@ -227,12 +274,7 @@ class HieraHost(Host, MaskUnitAttention):
     them row by row. Layers with pooled queries need a mechanism that takes fewer queries than keys.
     """
 
-    strides: Strides = ()  # pooling still to come, each step of which is an outer axis of the tokens
-    units: tuple[int, int] = (1, 1)  # mask units of the picture
-
-    @classmethod
-    def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
-        return super().asks(model, module) + ([POOLED_QUERIES] if module.q_stride > 1 else [])
+    units: tuple[int, int] = (1, 1)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid | None:
@@ -241,44 +283,38 @@ class HieraHost(Host, MaskUnitAttention):
 
     @classmethod
     def prepare(cls, model: nn.Module) -> None:
-        for owner in model.modules():
-            if isinstance(owner, Hiera):
-                for attn, (strides, units) in stages(owner):
-                    attn.strides, attn.units = strides, units
+        for attn, (strides, units) in stages(model):
+            attn.strides, attn.units = strides, units
+
+    def units_now(self) -> tuple[int, int]:
+        return self.units
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, _ = x.shape
-        size = self.q_stride * self.window_size if self.use_mask_unit_attn else tokens
-        units = tokens // size
-        x = x.reshape(batch, size, units, -1).transpose(1, 2).flatten(0, 1)
-        q, k, v = unpack(self.qkv(x), 3, self.heads)
-        if self.q_stride > 1:
-            q = q.unflatten(2, (self.q_stride, -1)).amax(2)
-        out = self.project_out(self._attend(q, k, v, x), q)
-        return out.unflatten(0, (batch, units)).transpose(1, 2).flatten(1, 2)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
-        units = (1, 1) if self.use_mask_unit_attn else self.units
-        key_grid, key_order = layout(self.strides, units)
-        if self.mechanism.capabilities.equivariant or key_grid.tokens != k.shape[2]:  # masked units leave no picture
-            return self.attend(q, k, v, None, x=x)
-        grid, order = layout(self.strides[1:], units) if self.q_stride > 1 else (key_grid, key_order)
-        order, key_order = order.to(q.device), key_order.to(q.device)
-        k, v, x = k[:, :, key_order], v[:, :, key_order], x[:, key_order]
-        out = self.attend(q[:, :, order], k, v, grid, key_grid=key_grid, x=x)
-        return out[:, :, order.argsort()]
+        return self.run(x)
 
 
-def stages(model: Hiera) -> Iterator[tuple[Any, tuple[Strides, tuple[int, int]]]]:
-    """Each attention of the model with the pooling that lies ahead of it and its mask units."""
-    left = [(rows, columns) for rows, columns in model.unroll.schedule]
-    height, width = model.unroll.size
-    units = (height // prod(s[0] for s in left), width // prod(s[1] for s in left))
-    block: Any
-    for block in model.blocks:
-        yield block.attn, (tuple(left), units)
-        if block.attn.q_stride > 1:
-            left = left[1:]
+def stages(model: nn.Module) -> Iterator[tuple[Any, tuple[Strides, tuple[int, int]]]]:
+    """Each attention of the Hiera in a model with the pooling that lies ahead of it and its mask units."""
+    for owner in model.modules():
+        if isinstance(owner, Hiera):
+            strides: Strides = tuple((rows, columns) for rows, columns in owner.unroll.schedule)
+            blocks: Any = owner.blocks
+            units = units_of(owner.unroll.size, strides)
+            for attn, left in ahead((block.attn for block in blocks), strides, "q_stride"):
+                yield attn, (left, units)
+
+
+def ahead(layers: Iterable[Any], strides: Strides, pooled_by: str) -> Iterator[tuple[Any, Strides]]:
+    """Each attention layer with the pooling that lies ahead of it, its own included."""
+    for attn in layers:
+        yield attn, strides
+        if getattr(attn, pooled_by) > 1:
+            strides = strides[1:]
+
+
+def units_of(size: Any, strides: Strides) -> tuple[int, int]:
+    """The mask units of so many tokens, which all of the pooling makes one token each."""
+    return size[0] // prod(stride[0] for stride in strides), size[1] // prod(stride[1] for stride in strides)
 
 
 def layout(strides: Strides, units: tuple[int, int]) -> tuple[TokenGrid, Tensor]:

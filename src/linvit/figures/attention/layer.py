@@ -1,5 +1,6 @@
 """One attention layer and its map, row by row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from linvit.attention import Mechanism, TokenGrid
 from linvit.attention.local import WithLocal
-from linvit.attention.rows import pull, row_sums
+from linvit.attention.rows import each_row, pull, row_sums
 from linvit.errors import LinvitError
 from linvit.figures.attention.gradients import gradient_row
 from linvit.figures.attention.placing import Places
@@ -84,6 +85,14 @@ class Layer:
         """`(heads, keys)`: what one query takes from each key."""
         return self.pull(self.one(query))
 
+    def rows(self, queries: Sequence[int]) -> Tensor:
+        """`(heads, queries, keys)`: the rows of several queries."""
+        if self.windows > 1 or self.key_places is not None or not (self.placed and self.mechanism.capabilities.map):
+            return torch.stack([self.row(query) for query in queries], dim=1)
+        return each_row(
+            self.mechanism, queries, self.q, self.k, self.v.shape[-1], self.call_grid, **self.given
+        )[0]  # fmt: skip
+
     def pooled(self) -> Tensor:
         """`(heads, keys)`: the mean of all queries' rows."""
         return self.pull(torch.full_like(self.one(0), 1 / self.grid.tokens))
@@ -112,6 +121,8 @@ class Layer:
         return found
 
     def _windows(self, some: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        if self.windows == 1:
+            return self.q, self.k, self.v, self.given
         given = {name: take(name, value, some) for name, value in self.given.items()}
         return self.q[some], self.k[some], self.v[some], given
 

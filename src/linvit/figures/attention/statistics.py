@@ -1,8 +1,10 @@
 """What a map is like, in numbers, over queries spread evenly over the picture."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from linvit.attention import TokenGrid
 from linvit.figures.attention.layer import Layer
 
+T = TypeVar("T")
 QUERIES = 32  # whose rows are looked at
 
 
@@ -39,7 +42,7 @@ class Rows:
 
     @cached_property
     def rows(self) -> Tensor:
-        return torch.stack([self.layer.row(query) for query in self.queries], dim=1)
+        return self.layer.rows(self.queries)
 
     @property
     def shares(self) -> Tensor:
@@ -102,3 +105,8 @@ def centres(grid: TokenGrid, size: tuple[int, int]) -> Tensor:
         (torch.arange(n) + 0.5) * side / n for n, side in zip((grid.height, grid.width), size, strict=True)
     )
     return torch.cartesian_prod(rows, columns)
+
+
+def means(kind: type[T], records: Sequence[T]) -> T:
+    """The mean of each number."""
+    return kind(**{name: sum(vars(record)[name] for record in records) / len(records) for name in vars(records[0])})

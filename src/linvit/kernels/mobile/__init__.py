@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linvit.kernels import fused
-from linvit.kernels.fused import Launch, Strides, launch_cache, power_of_two, processors, rows_like, signature_of
+from linvit.kernels.fused import Given, Launch, Strides, launch_cache, power_of_two, processors, rows_like, signature_of
 from linvit.kernels.operators import register
 
 SMALL = (1, 2, 4, 8)  # channels of a small head that fit the tiles
@@ -141,10 +141,10 @@ def counts_of(mask: Tensor | None) -> Tensor | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _: None, options: Options, save: bool,
-    signature: tuple[Any, ...],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options, save: bool, signature: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the flows of each token, and the state of each image."""
+    (mask,) = given
     masks = None if mask is None else mask.stride()
     cut, flows, keys, combine, queries = prepare_forward(signature, masks, options)
     batch, counts = q.shape[0], counts_of(mask)
@@ -161,11 +161,11 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, mask: Tensor | None, _: None,
-    saved: list[Tensor], options: Options, wanted: bool,
-) -> None:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, given: Given,
+    saved: list[Tensor], options: Options, wanted: tuple[bool, ...],
+) -> tuple[()]:  # fmt: skip
     """Writes dq, dk and dv, whose channels are dense over all heads."""
-    flow, state = saved
+    (mask,), (flow, state) = given, saved
     d_strides = tuple(s for d in (dq, dk, dv) for s in (d.stride(0), d.stride(2)))
     masks = None if mask is None else mask.stride()
     cut, of_state, of_inputs = prepare_backward(signature_of(q, k, v), masks, options, grad.stride(), d_strides)
@@ -173,6 +173,7 @@ def backward(
     of_state(q, grad, flow, state, partial)
     d_state = partial[0] if cut.chunks == 1 else partial.sum(0)
     of_inputs(q, k, v, grad, flow, state, d_state, mask, counts_of(mask), dq, dk, dv)
+    return ()
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, small: int) -> str | None:
@@ -221,4 +222,4 @@ def mobile(
 
     `mask`, boolean (batch, tokens), is true for the keys that take part.
     """
-    return op(q, k, v, mask, None, Options(small, released, eps))
+    return op(q, k, v, (mask,), Options(small, released, eps))

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from linvit.kernels import fused
-from linvit.kernels.fused import Launch, Strides, launch_cache, power_of_two, processors, rows_like, signature_of
+from linvit.kernels.fused import (
+    Given,
+    Launch,
+    Strides,
+    launch_cache,
+    power_of_two,
+    processors,
+    rows_like,
+    shared_memory,
+    signature_of,
+)
 from linvit.kernels.operators import register
 from linvit.kernels.relu_quadratic import cpu
 
@@ -21,6 +31,7 @@ WIDEST = 256  # channels of a head that fit a program's registers
 FARTHEST = 2**23  # numbers between rows of a bias, of which a tile has up to 128
 FEW = 64  # tokens up to which the CPU does better without tiles
 MANY = 2048  # tokens from which the wider of two good blocks wins; below, less is lost at the ragged end
+ENOUGH = 160_000  # bytes of shared memory that every tile fits into as it is; graphics cards have 101,376
 WAVES = 4  # programs for each processor that are enough to keep it busy
 
 
@@ -110,6 +121,8 @@ def prepare(
     tokens = keys if which == "keys" else queries
     few = biased is not None or batch * heads * -(-tokens // 128) < 2 * processors(device)
     t = tiles(which, max(width, value_width), dtype.itemsize, tokens, few)
+    if shared_memory(device) < ENOUGH and max(width, value_width) > 64:
+        t = t._replace(stages=max(1, t.stages - 1), own=min(t.own, 32) if max(width, value_width) > 128 else t.own)
     m, n = (t.walk, t.own) if which == "keys" else (t.own, t.walk)
     scale = head_dim**-0.5
     # The power of two below 1/√d, so that scaling is exact; what is left of 1/√d joins the factor at the end.
@@ -157,10 +170,10 @@ def extras(mask: Tensor | None, bias: Tensor | None) -> tuple[int, ...]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, options: Options, save: bool,
-    signature: tuple[Any, ...],
-) -> tuple[Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options, save: bool, signature: tuple[Any, ...]
+) -> tuple[Tensor]:
     """The output as a view of `(batch, queries, heads, value_dim)`, which is what the output projection reads."""
+    mask, bias = given
     if not on_triton(q):
         return (cpu.forward(q, k, v, mask, bias),)
     out = rows_like(v, q.shape[2])
@@ -171,20 +184,21 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, mask: Tensor | None,
-    bias: Tensor | None, saved: list[Tensor], options: Options, wanted: bool,
-) -> Tensor | None:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, given: Given,
+    saved: list[Tensor], options: Options, wanted: tuple[bool, ...],
+) -> tuple[Tensor | None]:  # fmt: skip
     """Writes dq, dk and dv, whose last dimension is dense, and returns the bias's gradient where that is wanted."""
+    mask, bias = given
     if not on_triton(q):
-        return cpu.backward(grad, q, k, v, dq, dk, dv, mask, bias, wanted)
+        return (cpu.backward(grad, q, k, v, dq, dk, dv, mask, bias, wanted[0]),)
     signature, inverse, others = signature_of(q, k, v), inverse_of(mask), extras(mask, bias)
     kinds = (mask is not None, None if bias is None else bias.dtype)
     launch = prepare("keys", signature, *kinds, grad.stride() + dk.stride()[:3] + dv.stride()[:3] + others)
     launch(q, k, v, grad, dk, dv, mask, inverse, bias)
     launch = prepare("queries", signature, *kinds, grad.stride() + dq.stride()[:3] + others)
     launch(q, k, v, grad, dq, mask, inverse, bias)
-    if bias is None or not wanted:
-        return None
+    if bias is None or not wanted[0]:
+        return (None,)
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     repeats = batch // len(bias)
     share = share_of(repeats, len(bias) * heads * -(-queries // 64) * -(-keys // 32), processors(q.device))
@@ -192,7 +206,7 @@ def backward(
     parts = torch.empty(shape, dtype=torch.float32, device=q.device)
     launch = prepare("bias", signature, *kinds, grad.stride() + others, repeats, share)
     launch(q, k, v, grad, bias, mask, inverse, parts)
-    return parts.sum(1).sum_to_size(bias.shape).to(bias.dtype)
+    return (parts.sum(1).sum_to_size(bias.shape).to(bias.dtype),)
 
 
 def share_of(images: int, tiles: int, processors: int) -> int:
@@ -216,7 +230,7 @@ def backward_flops(q: torch.Size, v: torch.Size, options: Options) -> int:
 op = register(
     fused.FusedOp(
         "relu_quadratic", Options, forward, backward,
-        flops=flops, backward_flops=backward_flops, learned="bias", cpu=True,
+        flops=flops, backward_flops=backward_flops, learned=("bias",), cpu=True,
     )
 )  # fmt: skip
 
@@ -229,4 +243,4 @@ def relu_quadratic(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, 
     """
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
-    return op(q, k, v, mask, bias, Options())
+    return op(q, k, v, (mask, bias), Options())

@@ -1,0 +1,239 @@
+# mypy: disable-error-code="no-untyped-def, assignment"
+"""The feature maps of the kernels, their gradients, and the rotary position that turns features; pieces as in tiles.py.
+
+A turned feature is `f·cos + partner·sin`: pairs of channels are neighbours ("pairs"), or i and i + head_dim/2
+("halves"). One cosine and one sine serve a pair. Tokens before the first that has a position stay as they are.
+"""
+
+import triton
+import triton.language as tl
+
+from linvit.kernels.linear import tiles
+
+
+@triton.jit
+def feature_map(x, ok, eps, FEATURE: tl.constexpr, G: tl.constexpr):
+    """phi(x) in float32; zero where `ok`, of rows and columns, is not."""
+    if FEATURE == "direction":
+        f = tiles.divided(x, tl.maximum(tl.sqrt(tiles.head_sums(x, x, G)), eps), G)
+    elif FEATURE == "square":
+        u = tiles.divided(x, tl.sqrt(tiles.head_sums(x, x, G)) + eps, G)
+        squares = products(u, u)
+        f = tiles.divided(squares, tl.sqrt(tiles.head_sums(squares, squares, G)) + eps, G)
+    elif FEATURE == "softmax":
+        f = _softmax(x, ok, G)
+    else:
+        f = ()
+        for i in tl.static_range(len(x)):
+            f += (_elementwise(x[i], ok[i], FEATURE),)
+    return f
+
+
+@triton.jit
+def _elementwise(x, ok, FEATURE: tl.constexpr):
+    if FEATURE == "relu":
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif FEATURE == "elu_plus_one":
+        x = tl.where(ok, tl.where(x > 0, x + 1, tl.exp(tl.minimum(x, 0.0))), 0.0)
+    elif FEATURE == "sigmoid":
+        x = tl.where(ok, tl.sigmoid(x), 0.0)
+    return x
+
+
+@triton.jit
+def products(x, y):
+    out = ()
+    for i in tl.static_range(len(x)):
+        out += (x[i] * y[i],)
+    return out
+
+
+@triton.jit
+def _softmax(x, ok, G: tl.constexpr):
+    """Over the channels of a head."""
+    held = ()
+    for i in tl.static_range(len(x)):
+        held += (tl.where(ok[i], x[i], -3e38),)
+    most = tiles.head_maxima(held, G)
+    f, ones = (), ()
+    for i in tl.static_range(len(x)):
+        f += (tl.where(ok[i], tl.exp(x[i] - tiles.spread(most, G, x[i].shape[1] // G)), 0.0),)
+        ones += (1.0,)
+    total = tl.maximum(tiles.head_sums(f, ones, G), 1e-30, propagate_nan=tl.PropagateNan.ALL)
+    return tiles.divided(f, total, G)
+
+
+@triton.constexpr_function
+def over_tokens(FEATURE):
+    """Whether the keys' features are a softmax over tokens, with or without the queries' over channels."""
+    return FEATURE == "softmax" or FEATURE == "key_softmax"
+
+
+@triton.jit
+def largest(k_tiles, mask, k_n, mask_n, end, ok, PADDED: tl.constexpr):
+    """What a softmax over the tokens subtracts from its exponents: the largest of each channel, (1, columns)."""
+    BLOCK: tl.constexpr = k_tiles[0].shape[0]
+    most = ()
+    for i in tl.static_range(len(k_tiles)):
+        most += (tl.full([BLOCK, k_tiles[i].shape[1]], -3e38, tl.float32),)
+    for start in tl.range(0, end, BLOCK):
+        keep = tiles.kept(mask, mask_n, start + tl.arange(0, BLOCK), end)
+        k = tiles.load(k_tiles, start, k_n, keep, ok, PADDED)
+        most = _larger(most, k, keep)
+    shift = ()
+    for i in tl.static_range(len(most)):
+        shift += (tl.max(most[i], 0)[None, :],)
+    return shift
+
+
+@triton.jit
+def shifts_of(shift, k_tiles, mask, k_n, mask_n, keys, batch, heads, head, ok, PADDED: tl.constexpr,
+              FEATURE: tl.constexpr, D: tl.constexpr, G: tl.constexpr, DW: tl.constexpr):  # fmt: skip
+    """The largest keys of a softmax over tokens: those that were given, or found here; nothing for other features."""
+    if not over_tokens(FEATURE):
+        found = None
+    elif shift is not None:
+        found = tiles.load_row(shift, batch, heads, head, ok, D, G, DW)
+    else:
+        found = largest(k_tiles, mask, k_n, mask_n, keys, ok, PADDED)
+    return found
+
+
+@triton.jit
+def _larger(most, k, keep):
+    out = ()
+    for i in tl.static_range(len(k)):
+        out += (tl.maximum(most[i], tl.where(keep, k[i].to(tl.float32), -3e38)),)
+    return out
+
+
+@triton.jit
+def valid(rows, ok):
+    """Which numbers of the pieces exist."""
+    out = ()
+    for i in tl.static_range(len(ok)):
+        out += (rows & ok[i],)
+    return out
+
+
+@triton.jit
+def key_features(k, ok, shift, eps, FEATURE: tl.constexpr, G: tl.constexpr):
+    """phi(k); of a softmax over tokens exp(k − shift), still to be divided by its sum over the tokens."""
+    if over_tokens(FEATURE):
+        f = ()
+        for i in tl.static_range(len(k)):
+            f += (tl.where(ok[i], tl.exp(k[i] - shift[i]), 0.0),)
+    else:
+        f = feature_map(k, ok, eps, FEATURE, G)
+    return f
+
+
+@triton.jit
+def row_sums(f, ok, key_sum, count, constant, eps, CLAMP: tl.constexpr, CONSTANT: tl.constexpr, G: tl.constexpr):
+    """What the rows are divided by, (rows, G); one in rows that do not exist."""
+    total = tiles.head_sums(f, tiles.multiples(key_sum, 1.0), G)
+    if CONSTANT:
+        total += constant * tl.max(count)
+    total = tl.maximum(total, eps) if CLAMP else total + eps
+    return tl.where(ok, total, 1.0)
+
+
+@triton.jit
+def feature_gradient(x, f, df, eps, FEATURE: tl.constexpr, G: tl.constexpr):
+    """dx from phi(x) and its gradient."""
+    if FEATURE == "direction":
+        length = tl.sqrt(tiles.head_sums(x, x, G))
+        along = tl.where(length > eps, tiles.head_sums(f, df, G), 0.0)
+        dx = tiles.divided(tiles.plus(df, tiles.scaled(f, -along, G)), tl.maximum(length, eps), G)
+    elif FEATURE == "square":
+        length = tl.sqrt(tiles.head_sums(x, x, G)) + eps
+        u = tiles.divided(x, length, G)
+        squares = products(u, u)
+        length *= tl.sqrt(tiles.head_sums(squares, squares, G)) + eps
+        across = tiles.plus(df, tiles.scaled(f, -tiles.head_sums(f, df, G), G))
+        dx = tiles.divided(products(tiles.plus(u, u), across), length, G)
+    elif FEATURE == "softmax":
+        dx = products(f, tiles.plus(df, _minus(tiles.head_sums(f, df, G), f, G)))
+    else:
+        dx = ()
+        for i in tl.static_range(len(x)):
+            dx += (_elementwise_gradient(f[i], df[i], FEATURE),)
+    return dx
+
+
+@triton.jit
+def _minus(x, like, G: tl.constexpr):
+    """−x, (rows, G), for the columns of each piece."""
+    out = ()
+    for i in tl.static_range(len(like)):
+        out += (-tiles.spread(x, G, like[i].shape[1] // G),)
+    return out
+
+
+@triton.jit
+def _elementwise_gradient(f, df, FEATURE: tl.constexpr):
+    if FEATURE == "relu":
+        df = tl.where(f > 0, df, 0.0)
+    elif FEATURE == "elu_plus_one":
+        df = df * tl.minimum(f, 1.0)
+    elif FEATURE == "sigmoid":
+        df = df * f * (1 - f)
+    return df
+
+
+@triton.jit
+def turns(ptr, batch, head, heads, stride_b, stride_h, stride_n, stride_d, prefix, TURN: tl.constexpr,
+          D: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, DW: tl.constexpr, DR: tl.constexpr):  # fmt: skip
+    """Where the cosines or sines of the pairs stand: pointers and columns, the tokens' stride, the first's number."""
+    if TURN == "":
+        found = None
+    else:
+        pointers = tiles.tiles(ptr, batch, head, 0, stride_b, stride_h, stride_n, stride_d, BLOCK, G, DW // 2, DR // 2)
+        found = (pointers, tiles.columns(head, heads, 0, D // 2, G, DW // 2, DR // 2), stride_n, prefix)
+    return found
+
+
+@triton.jit
+def angles(turn, start, tokens, end, OTHER: tl.constexpr):
+    """Cosines (OTHER is 1) or sines (0) of the pairs of each piece, from `turn`: pointers, columns, stride, prefix."""
+    pointers, ok, stride, prefix = turn
+    rows = ((tokens >= prefix) & (tokens < end))[:, None]
+    out = ()
+    for i in tl.static_range(len(pointers)):
+        place = pointers[i] + (tl.cast(start, tl.int64) - prefix) * stride
+        out += (tl.load(place, mask=rows & ok[i], other=OTHER).to(tl.float32),)
+    return out
+
+
+@triton.jit
+def turned(f, cos, sin, TURN: tl.constexpr, G: tl.constexpr):
+    """Features turned by their angles, of which there is a column for each pair; by those of the other sign, back."""
+    out = ()
+    for i in tl.static_range(len(f)):
+        out += (_turned(f[i], cos[i], sin[i], TURN, G),)
+    return out
+
+
+@triton.jit
+def _turned(f, cos, sin, TURN: tl.constexpr, G: tl.constexpr):
+    BLOCK: tl.constexpr = f.shape[0]
+    C: tl.constexpr = f.shape[1]
+    HALF: tl.constexpr = C // G // 2
+    if TURN == "halves":
+        f = tl.reshape(tl.permute(tl.reshape(f, [BLOCK, G, 2, HALF]), [0, 1, 3, 2]), [BLOCK, C // 2, 2])
+    else:
+        f = tl.reshape(f, [BLOCK, C // 2, 2])
+    one, other = tl.split(f)
+    f = tl.join(one * cos - other * sin, other * cos + one * sin)
+    if TURN == "halves":
+        f = tl.permute(tl.reshape(f, [BLOCK, G, HALF, 2]), [0, 1, 3, 2])
+    return tl.reshape(f, [BLOCK, C])
+
+
+@triton.jit
+def back(sin):
+    """Sines of the opposite angles."""
+    out = ()
+    for i in tl.static_range(len(sin)):
+        out += (-sin[i],)
+    return out
