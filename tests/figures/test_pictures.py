@@ -15,9 +15,10 @@ from PIL import Image
 from linvit.errors import LinvitError
 from linvit.figures import attention, style
 from linvit.figures.attention import drawing, look
+from linvit.figures.attention.basis import Basis
 from linvit.figures.attention.choosing import Query
 from linvit.figures.attention.comparing import compare_maps
-from linvit.figures.attention.features import Basis, compare_features, draw_features
+from linvit.figures.attention.features import compare_features, draw_features
 from linvit.figures.kernels import over_angle, over_product, plot_kernels
 from linvit.figures.pareto import Candidate, Panel, plot_pareto
 from linvit.figures.photographs import View, decoded, read_photograph, view

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linvit.errors import LinvitError
 from linvit.figures.attention import Layer
+from linvit.figures.attention.basis import Basis
 from linvit.page.sides import Look
 
 SHOWN = ("attention", "rollout", "similarity")
@@ -76,28 +77,15 @@ def packed(grid: tuple[int, int, int], values: Tensor) -> bytes:
 
 
 def colours(layers: list[Layer]) -> dict[str, Any]:
-    """The three main directions of the first layer's features as red, green and blue, of the others too: one basis and
-    one scale, so that the same colour means the same. Layers of another width have a basis of their own."""
+    """The principal components of the first layer's features as red, green and blue, of the others too. Layers of
+    another width have a basis of their own."""
     found = [features_of(layer) for layer in layers]
     shared = len({features.shape[-1] for features in found}) == 1
-    basis = directions(found[0])
+    first = Basis.of(found[0])
     pictures = []
     for layer, features in zip(layers, found, strict=True):
-        mean, vectors, low, high = basis if shared else directions(features)
-        projected = ((features - mean) @ vectors - low) / (high - low).clamp_min(1e-12)
-        rgb = (255 * projected.clamp(0, 1)).round().byte().cpu().numpy().tobytes()
+        basis = first if shared else Basis.of(features)
+        rgb = (255 * basis.colours(features)).round().byte().cpu().numpy().tobytes()
         grid = {"height": layer.grid.height, "width": layer.grid.width}
         pictures.append({**grid, "rgb": base64.b64encode(rgb).decode()})
     return {"shared": shared, "pictures": pictures}
-
-
-def directions(features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, the three main directions, and between which values nearly all patches lie along them."""
-    mean = features.mean(0)
-    centred = (features - mean).double()
-    vectors = torch.linalg.eigh(centred.T @ centred)[1][:, -3:].flip(1)
-    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    vectors = (vectors * largest.sign()).float()  # an eigenvector's sign says nothing: one rule for all
-    ends = torch.tensor([0.02, 0.98], device=features.device)
-    low, high = ((features - mean) @ vectors).quantile(ends, dim=0)
-    return mean, vectors, low, high

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.errors import LinvitError
+from linvit.figures.attention.basis import Basis
 from linvit.figures.attention.capture import Seen, look
 from linvit.figures.attention.choosing import usual_layer
 from linvit.figures.attention.comparing import counterpart
@@ -18,38 +19,10 @@ from linvit.figures.photographs import View
 from linvit.figures.style import INK, PHOTOGRAPHS, picture
 
 PANEL, LEAST = 1.6, 6.4  # inches: of a panel, and of the whole in width
-EDGE = 0.01  # share of patches that colours may cut off on each side
 LEGEND = (
     "Colours: the first three principal components of the first model's features, the same for all. "
     "Cosine: to the marked patch, 0 dark, 1 bright."
 )
-
-
-@dataclass(frozen=True)
-class Basis:
-    """Principal components of one model's features, and the range that becomes colours."""
-
-    mean: Tensor
-    components: Tensor  # (channels, 3)
-    low: Tensor
-    high: Tensor
-
-    @classmethod
-    def of(cls, features: Tensor) -> "Basis":
-        """From `(patches, channels)`. The sign of a component is that of its largest weight."""
-        mean = features.mean(0)
-        _, _, rows = torch.linalg.svd(features - mean, full_matrices=False)
-        rows = F.pad(rows, (0, 0, 0, max(0, 3 - len(rows))))[:3]
-        largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
-        components = (rows * torch.where(largest < 0, -1.0, 1.0)).T
-        along = (features - mean) @ components
-        low, high = (along.quantile(q, dim=0) for q in (EDGE, 1 - EDGE))
-        return cls(mean, components, low, high)
-
-    def colours(self, features: Tensor) -> Tensor:
-        """`(patches, 3)`, from 0 to 1."""
-        along = (features - self.mean) @ self.components
-        return ((along - self.low) / (self.high - self.low).clamp_min(1e-12)).clamp(0, 1)
 
 
 @dataclass(frozen=True)
