@@ -45,7 +45,7 @@ def test_a_converted_folder_finds_the_checkpoint_or_the_folder_it_was_made_from(
 
 def test_what_is_not_known_is_one_line(tmp_path: Path) -> None:
     model = random_model()
-    with pytest.raises(LinvitError, match="give --teacher, --plan to learn from the original"):
+    with pytest.raises(LinvitError, match="give --plan to learn from the original, --teacher"):
         open_original(model, "x")
     linvit.convert(model, "stella")
     with pytest.raises(LinvitError, match="x was made from random weights: give --teacher"):
