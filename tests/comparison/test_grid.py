@@ -113,7 +113,7 @@ def test_keys_are_the_same_in_another_process() -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
         cwd=Path(__file__).parents[2],
     )
     assert done.stdout.split() == [task.key for task in expand(TINY)]
