@@ -99,7 +99,7 @@ def test_colours_have_one_basis(client: TestClient, page: Page, folder: Path) ->
     mean = features[0].mean(0)
     vectors = torch.linalg.svd(features[0] - mean)[2][:3].T
     vectors = vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
-    low, high = ((features[0] - mean) @ vectors).quantile(torch.tensor([0.02, 0.98]).double(), dim=0)
+    low, high = ((features[0] - mean) @ vectors).quantile(torch.tensor([0.01, 0.99]).double(), dim=0)
     assert told["shared"]
     for picture, own in zip(told["pictures"], features, strict=True):
         expected = 255 * (((own - mean) @ vectors - low) / (high - low)).clamp(0, 1)
