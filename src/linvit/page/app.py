@@ -306,6 +306,7 @@ def run_server(page: Page, host: str, port: int, ready: Callable[[str], None]) -
         access_log=False,
         server_header=False,
         ws="none",
+        lifespan="off",  # nothing begins or ends with the server, and a second Ctrl-C would be complained of
         timeout_graceful_shutdown=1,
         limit_concurrency=64,
     )
