@@ -1,8 +1,6 @@
 """One forward of a model, of which every attention layer's q, k and v are kept."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +24,7 @@ from linvit.figures.attention.placing import (
     row_by_row,
     sequence_grid,
 )
+from linvit.measurement.macs import evaluating
 
 MOST_PREFIX = 17  # class and register tokens
 
@@ -115,17 +114,6 @@ def look(model: nn.Module, image: Tensor) -> Seen:
     if not layers:
         raise LinvitError(f"{type(model).__name__} calls none of its attention layers for an image of {size}")
     return Seen(layers, size)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def record(model: nn.Module, image: Tensor) -> dict[str, Call]:
