@@ -1,12 +1,12 @@
 """SAM 2's Hiera-T with its published weights: is a converted encoder as good to SAM 2's own mask decoder?
 
-    python -m scripts.sam2 save WEIGHTS hiera                timm's model with the weights, as a folder, for `linvit train`
+    python -m scripts.sam2 save WEIGHTS hiera                timm's model with them, a folder for `linvit train`
     python -m scripts.sam2 photographs voc256.tar photos     its images as photos/train and photos/val, without labels
     python -m scripts.sam2 judge WEIGHTS hiera runs/sam2/best … --data voc256.tar -o FILE.json
 
 WEIGHTS has `sam2_hiera_tiny.safetensors` (or `.fp16`), `sam2_hiera_tiny_neck.safetensors` and
-`sam2_hiera_tiny_decoder.onnx`. Each object of the validation images prompts the decoder with its box; of the three masks
-it gives, the one it thinks best is taken. The student's mask is held against the original's and, like the original's,
+`sam2_hiera_tiny_decoder.onnx`. Each object of the validation images prompts the decoder with its box; of the three
+masks it gives, the one it thinks best is taken. The student's mask is held against the original's and, like the original's,
 against the truth: the pixels of the object's class inside its box, where no other box of that class overlaps it. Beside
 the masks stand the cosines of the maps that the neck reads.
 """
@@ -75,7 +75,7 @@ def photographs(archive: Path, split: str = "val") -> Iterator[Photograph]:
         kept = [
             (label, box)
             for place, (label, box) in enumerate(found)
-            if not any(label == l and overlap(box, b) for other, (l, b) in enumerate(found) if other != place)
+            if not any(label == its and overlap(box, b) for other, (its, b) in enumerate(found) if other != place)
         ]
         if kept:
             name = Path(names[image]).stem

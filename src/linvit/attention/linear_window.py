@@ -5,7 +5,7 @@
 JetViT (CVPR 2026) finds the two together better than either alone; how it joins them is not published, and this is our
 reading. `linear` is a mechanism that keeps the whole image in view, `window` the side of the softmax windows, as the
 mechanism `window` has them. Both read the same q, k and v, so a pretrained layer needs no new projection, and s = 0 at
-first: rows sum to one where those of both parts do, and where a window holds the whole grid half of it is softmax itself.
+first, the mean of both. Rows sum to one where those of both parts do.
 """
 
 from typing import Any, Literal
