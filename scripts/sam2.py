@@ -6,9 +6,9 @@
 
 WEIGHTS has `sam2_hiera_tiny.safetensors` (or `.fp16`), `sam2_hiera_tiny_neck.safetensors` and
 `sam2_hiera_tiny_decoder.onnx`. Each object of the validation images prompts the decoder with its box; of the three
-masks it gives, the one it thinks best is taken. The student's mask is held against the original's and, like the original's,
-against the truth: the pixels of the object's class inside its box, where no other box of that class overlaps it. Beside
-the masks stand the cosines of the maps that the neck reads.
+masks it gives, the one it thinks best is taken. The student's mask is held against the original's and, like the
+original's, against the truth: the pixels of the object's class inside its box, where no other box of that class
+overlaps it. Beside the masks stand the cosines of the maps that the neck reads.
 """
 
 from __future__ import annotations
