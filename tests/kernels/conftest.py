@@ -6,6 +6,7 @@ read where kernels are compiled, with or without a GPU.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if ON_GPU else "cpu")
+
+
+@pytest.fixture(autouse=INTERPRETED and not ON_GPU)
+def within_bounds() -> Iterator[None]:
+    """No kernel of any test reads or writes outside of its tensors."""
+    from tests.kernels.bounds import checked
+
+    with checked():
+        yield
