@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from linvit.cli import bench_edge, compare, convert, export, plan, predict, push, report, serve, show, tables, theory
+from linvit.cli import bench_auto, compare, convert, export, plan, predict, push, report, serve, show, tables, theory
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.cli import train as train_verb
@@ -58,7 +58,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "report": report.report,
     "serve": serve.serve,
 }
-GROUPS = {"bench": bench_edge.app, "show": show.app}  # verbs with verbs of their own
+GROUPS = {"bench": bench_auto.app, "show": show.app}  # verbs with verbs of their own
 for name, function in FUNCTIONS.items():
     app.command(name, short_help=VERBS[name])(function)
 for name, group in GROUPS.items():
