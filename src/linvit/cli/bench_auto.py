@@ -37,8 +37,7 @@ def auto(
     \b
     Example: linvit bench auto deit_tiny_patch16_224,swin_tiny_patch4_window7_224 --size 224,1024
     """
-    from linvit.conversion.plan import split_plans
-    from linvit.conversion.planning import CANDIDATES
+    from linvit.conversion.plan import AUTO, split_plans
     from linvit.measurement import auto_speed, record
 
     if source is not None:
@@ -48,7 +47,7 @@ def auto(
     if not models:
         raise LinvitError("give timm models, such as deit_tiny_patch16_224,pvt_v2_b0, or --from FILE")
     place, sizes = arguments.find_device(device), [arguments.image_size(part) for part in size.split(",")]
-    named = split_plans(candidates) or list(CANDIDATES)
+    named = split_plans(candidates) or list(AUTO)
     head = {"kind": KIND, "version": 1, "candidates": named}
     file = open_result(output, resume, "auto", head, place)
     done = {auto_speed.key(row) for row in file.rows}

@@ -16,8 +16,8 @@ from torch import nn
 
 from linvit import clock
 from linvit.conversion.convert import find_hosts
-from linvit.conversion.plan import parse_plan
-from linvit.conversion.planning import CANDIDATES, Setting, Study, study
+from linvit.conversion.plan import AUTO, parse_plan
+from linvit.conversion.planning import Setting, Study, study
 from linvit.errors import LinvitError, unknown
 from linvit.measurement.model_speed import random_model
 from linvit.measurement.speed import failure
@@ -36,7 +36,7 @@ def sweep(
     device: torch.device,
     *,
     batch: int | None = None,
-    candidates: Sequence[str] = CANDIDATES,
+    candidates: Sequence[str] = AUTO,
     done: Collection[tuple[Any, ...]] = (),
     budget: float = 0.2,
 ) -> Iterator[dict[str, Any]]:
