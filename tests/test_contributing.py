@@ -45,12 +45,6 @@ def python(example: dict[str, str], *args: str, folder: Path | None = None, **en
     return done.stdout
 
 
-def test_the_example_is_listed(example: dict[str, str]) -> None:
-    code = "import contributed; from linvit.cli import main; main(['list', 'mechanisms'])"
-    listed = python(example, "-c", code)
-    assert "relu_squared" in listed and "Your paper" in listed
-
-
 COMMAND = "from linvit_command import main; main()"
 SMALL = [f"--model-arg={arg}" for arg in ("depth=1", "embed_dim=24", "num_heads=2", "img_size=32")]
 CONVERT = ["convert", "deit_tiny_patch16_224", "--no-pretrained", *SMALL, "--plan=relu_squared"]
@@ -79,14 +73,14 @@ if __name__ == "__main__":
     assert told == "relu_squared\nYour paper\n"
 
 
-def test_an_installed_package_is_found_by_its_entry_point(example: dict[str, str], tmp_path: Path) -> None:
+def test_an_installed_package_is_found_by_its_entry_point_and_listed(example: dict[str, str], tmp_path: Path) -> None:
     """A broken one beside it is a warning, and does not take the others along."""
     about = tmp_path / "yours-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: yours\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[linvit.mechanisms]\nours = contributed\nbroken = no_such_module\n")
-    code = "import linvit; print(*linvit.list_mechanisms())"
-    assert "relu_squared" in python(example, "-c", code).split()
+    listed = python(example, "-c", COMMAND, "list", "mechanisms")
+    assert "relu_squared" in listed and "Your paper" in listed
 
 
 def test_a_module_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

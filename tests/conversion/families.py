@@ -138,7 +138,7 @@ FAMILIES = [
     Family("levit_conv_128s", {"img_size": 128, "embed_dim": (32, 48, 64), "depth": (1, 1, 1)}, size=128),
     Family("mvitv2_tiny", {"img_size": 64}, trim=few_blocks),
     Family("mvitv2_small_cls", {"img_size": 64}, trim=few_blocks),
-    Family("efficientformerv2_s0", {"img_size": 128}, size=128),
+    Family("efficientformerv2_s0", {"img_size": 128, "depths": (1, 1, 3, 3), "embed_dims": (16, 16, 32, 48)}, size=128),
     Family("efficientvit_b1", {"widths": (8, 16, 16, 32, 32), "depths": (1, 1, 1, 1, 1)}, native="relu_linear"),
     Family("deit3_small_patch16_224", VIT),
     Family("vit_base_patch16_xp_224", VIT),

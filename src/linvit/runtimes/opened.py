@@ -114,6 +114,8 @@ def read_coreml(path: str) -> list[dict[str, Any]]:
     import logging
 
     logging.disable(logging.WARNING)  # of libraries that Linux does not have
+    hidden: dict[str, Any] = dict.fromkeys(("torch", "sklearn"))  # which it would import to convert from, for seconds
+    sys.modules.update({name: value for name, value in hidden.items() if name not in sys.modules})
     import coremltools
 
     spec = coremltools.utils.load_spec(path)
