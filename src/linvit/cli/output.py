@@ -89,7 +89,7 @@ def table(rows: Iterable[Iterable[object]] = (), /, **widths: int) -> Table:
     from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    narrow = sum(abs(width) + 2 for width in widths.values()) > console().width
+    narrow = sum(abs(width) + 2 for width in widths.values()) > 0.8 * console().width  # the rest is for long words
     for heading, width in widths.items():
         least = None if narrow else abs(width)
         made.add_column(heading, justify="right" if width < 0 else "left", min_width=least, overflow="fold")
