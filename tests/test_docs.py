@@ -52,11 +52,16 @@ def test_files_it_names_are_there(document: Path) -> None:
 
 @named
 def test_commands_exist(document: Path) -> None:
-    """Every `linvit verb` a document shows is a verb, and every `make target` a target."""
+    """Every `linvit verb` a document shows is a verb and has the options shown, and every `make target` a target."""
     from tests.cli.test_cli import commands
 
     verbs = {name.split()[0] for name, _ in commands()}
-    text = document.read_text(encoding="utf-8")
+    options = {name: {opt for p in found.params for opt in (*p.opts, *p.secondary_opts)} for name, found in commands()}
+    text = document.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"(?:^ *|`|-m )linvit ([a-z][^`\n]*)", text, re.MULTILINE):
+        verb = next((name for name in options if f"{line} ".startswith(f"{name} ")), None)
+        shown = set(re.findall(r"(?<= )--[a-z][a-z-]*", line))
+        assert verb is None or shown <= {*options[verb], "--help"}, line
     assert set(re.findall(r"(?:^    |`)linvit ([a-z]+)", text, re.MULTILINE)) <= verbs
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"(?:^    |`)make ([a-z]+)", text, re.MULTILINE)) <= targets

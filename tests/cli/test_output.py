@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,23 @@ def test_a_stdout_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list_to(monkeypatch, None) == 0
+
+
+SWIN = "convert swin_tiny_patch4_window7_224 --no-pretrained --dry-run --plan qt"
+
+
+@pytest.mark.parametrize("line", ["list", "list plans", "list settings fast", SWIN])
+def test_a_narrow_terminal_loses_nothing(
+    linvit: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    """Words break where they must; none is cut off."""
+    shown = []
+    for width in (100, 80, 70):
+        monkeypatch.setattr(output, "WIDTH", width)
+        printed = linvit(*line.split()).out
+        assert max(map(len, printed.splitlines())) <= width
+        shown.append(Counter(printed.replace(" ", "").replace("\n", "").replace("─", "")))
+    assert shown[0] == shown[1] == shown[2]
 
 
 def test_a_reader_that_has_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

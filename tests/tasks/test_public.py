@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import linvit
 from linvit.conversion.opening import open_model, open_original
@@ -47,6 +48,18 @@ def test_a_model_and_opened_sets(original: Path) -> None:
     measured = evaluate(model, sets[1], teacher=linvit.load(original), **HERE)
     assert measured.top1 == found.last["top1"] and measured.agreement is not None
     assert {record["kind"] for record in notes} >= {"train", "eval"}
+
+
+def test_settings_as_a_dictionary_and_a_loader_of_ones_own(original: Path) -> None:
+    settings = {"precision": "fp32", "batch_size": 512, "epochs": 1, "clip_norm": None, "betas": (0.9, 0.99)}
+    found = train(original, "digits", "finetune", settings=settings, **HERE)
+    assert found.steps == 2
+    loader = DataLoader(TensorDataset(torch.zeros(2, 3, 8, 8), torch.zeros(2)))
+    for call in (train, evaluate):
+        with pytest.raises(LinvitError, match="not a DataLoader: batches of your own are for your own loop"):
+            call(original, loader, **HERE)
+    with pytest.raises(LinvitError, match=r"convert takes a model, not OrderedDict$"):
+        linvit.convert(linvit.load(original).state_dict(), "stella")  # type: ignore[arg-type]
 
 
 def test_a_converted_folder_learns_from_its_original(original: Path, tmp_path: Path) -> None:

@@ -72,6 +72,31 @@ def test_mistakes(name: str, message: str) -> None:
         linvit.train(small_model(num_classes=10), "digits", "deit", settings=QUICK, logger=name, device="cpu")
 
 
+def test_a_logger_that_cannot_begin_or_end() -> None:
+    """Nobody is logged in: one line before the work. A server that is gone at the end takes no trained model along."""
+
+    def nobody(run: RunFacts) -> Any:
+        raise RuntimeError("No API key configured. Use `wandb login` to log in.")
+
+    with pytest.raises(LinvitError, match="the logger cannot begin: No API key configured"):
+        linvit.train(small_model(num_classes=10), "digits", "deit", settings=QUICK, logger=nobody, device="cpu")
+    told: list[dict[str, Any]] = []
+
+    def gone() -> None:
+        raise OSError("no server")
+
+    def begun(run: RunFacts) -> Any:
+        def hear(record: dict[str, Any]) -> None:
+            pass
+
+        hear.close = gone  # type: ignore[attr-defined]
+        return hear
+
+    with logging_to(begun, RunFacts(None, {}), told.append):
+        pass
+    assert [record["text"] for record in told] == ["the logger could not be closed: no server"]
+
+
 def test_a_logger_that_fails_is_left_out() -> None:
     told: list[dict[str, Any]] = []
 

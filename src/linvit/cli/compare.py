@@ -133,7 +133,7 @@ def close(store: "Store", pack: Path | None, merged: list[tuple[Path, dict[str, 
         print_json({"store": str(store.folder), "merged": added, "packed": packed, "notes": store.notes})
         return
     for other, counts in merged:
-        new = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
+        new = ", ".join(f"{number} {name[:-1] if number == 1 else name}" for name, number in counts.items() if number)
         say(f"{other}: {new or 'nothing'} new")
     if packed is not None:
         say(f"{pack}: {packed} files")

@@ -212,7 +212,9 @@ def print_setting(setting: Setting, keys: Sequence[str]) -> None:
     parts = {row.first.model.counted for row, _, _ in rows} - {None}
     notes += [f"MACs are of the {part}" for part in parts]
     first, _, clock = rows[0]
-    notes += [f"ms is one image of {first.label.size} px on {clock.chip}, timed alone"] if clock else []
+    beside = any(timing.shared for _, timing, _ in rows if timing is not None)
+    how = "some while others trained here: they say little" if beside else "timed alone"
+    notes += [f"ms is one image of {first.label.size} px on {clock.chip}, {how}"] if clock else []
     out.print("; ".join(notes) + ".", style="italic")
 
 

@@ -115,7 +115,7 @@ def print_report(report: "Report", folder: Path | None) -> None:
     out = console()
     if report.sensitivity is not None:
         print_sensitivity(report.sensitivity)
-    out.print(table(rows, layer=-5, name=18, before=8, after=12, tokens=-6, MMACs=-7, note=4))
+    out.print(table(rows, layer=-5, name=12, before=7, after=8, tokens=-6, MMACs=-7, note=8))
     out.print(str(report).splitlines()[0])
     for line in (*report.losses, *report.advice):
         out.print(line)

@@ -82,14 +82,17 @@ def styled(*parts: str | tuple[object, str]) -> Text:
 
 
 def table(rows: Iterable[Iterable[object]] = (), /, **widths: int) -> Table:
-    """A table without boxes: its rows, and headings with their least widths, negative ones for numbers at the right."""
+    """A table without boxes: its rows, and headings with their least widths, negative ones for numbers at the right.
+    Where a terminal has no room for these, words break rather than be cut off."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    narrow = sum(abs(width) + 2 for width in widths.values()) > 0.8 * console().width  # the rest is for long words
     for heading, width in widths.items():
-        made.add_column(heading, justify="right" if width < 0 else "left", min_width=abs(width))
+        least = None if narrow else abs(width)
+        made.add_column(heading, justify="right" if width < 0 else "left", min_width=least, overflow="fold")
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else visible(cell) for cell in row))
     return made

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linvit.cli.output import Json, console, print_json, table, tracked
+from linvit.cli.output import WIDTH, Json, console, print_json, table, tracked
 from linvit.errors import unknown
 
 if TYPE_CHECKING:
@@ -53,13 +53,14 @@ def print_table(found: Table, rows: list[Compared]) -> None:
     out.print(f"[bold]{found.title}[/bold]  parameters in millions, {operations(found)} in billions")
     out.print(found.remark, style="italic")
     notes: list[str] = []
-    left = iter(rows)
+    left, wide = iter(rows), out.width >= WIDTH  # where all sections' columns can stand below each other
     for section in found.sections:
         made = table()
-        made.add_column(section.title, no_wrap=True, width=24)
+        room: Any = (lambda width: {"no_wrap": True, "width": width}) if wide else lambda width: {"overflow": "fold"}
+        made.add_column(section.title, **room(24))
         headings = ("params", "ours", "error", f"G{operations(found)}", "ours", "error", "accuracy", "note")
         for heading, width in zip(headings, (6, 7, 9, 6, 7, 9, 10, 4), strict=True):
-            made.add_column(heading, justify="right", no_wrap=True, width=width)
+            made.add_column(heading, justify="right", **room(width))
         for row in (next(left) for _ in section.rows):
             text = row.failure or row.printed.note
             if text and text not in notes:

@@ -100,7 +100,8 @@ def print_outcome(outcome: "Trained", folder: Path) -> None:
     if rows:
         out.print(table(rows, weights=8, **dict.fromkeys(columns, -9), step=-6))
     speed = f", {outcome.images_per_second:,.0f} images/s" if outcome.images_per_second else ""
-    say(f"{outcome.steps} steps, {outcome.seconds:.0f} s{speed}. Models: {folder / 'best'}, {folder / 'last'}")
+    steps = f"{outcome.steps} step{'' if outcome.steps == 1 else 's'}"
+    say(f"{steps}, {outcome.seconds:.0f} s{speed}. Models: {folder / 'best'}, {folder / 'last'}")
 
 
 def after_stop(folder: Path) -> str:

@@ -78,8 +78,9 @@ def convert(
     each layer at that size. Nothing is touched before everything fits.
     """
     if not isinstance(model, nn.Module):
-        hint = f": build it with timm.create_model('{model}', pretrained=True)" if isinstance(model, str) else ""
-        raise LinvitError(f"convert takes a model, not {model!r}{hint}")
+        given = repr(model) if isinstance(model, str) else type(model).__name__
+        hint = f": build it with timm.create_model({given}, pretrained=True)" if isinstance(model, str) else ""
+        raise LinvitError(f"convert takes a model, not {given}{hint}")
     named = names_to_drop(drop)
     plan, measured, studied = as_plan(plan, **options), None, None
     hosts = find_hosts(model)

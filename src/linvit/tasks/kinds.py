@@ -139,6 +139,17 @@ def start_model(model: Model, seed: int, *, pretrained: bool, args: Mapping[str,
     return built
 
 
+def check_data(data: Any, sets: int) -> None:
+    """Raise unless data are named, or so many sets that linvit opened."""
+    if isinstance(data, str | Path):
+        return
+    opened = list(data) if isinstance(data, tuple | list) else [data]
+    if len(opened) < sets or not all(hasattr(one, "name") for one in opened if one is not None):
+        given = " and ".join(type(one).__name__ for one in opened[:2]) or "nothing"
+        loop = "batches of your own are for your own loop, or as a BatchSource for linvit.training.Engine"
+        raise LinvitError(f"data are a name, a folder or a .tar of images, not a {given}: {loop}")
+
+
 def tell(processes: Processes, watch: Watch | None, text: str) -> None:
     """Let the user know something: `watch` hears it where there is one, else it is a warning."""
     if text and processes.first and watch is not None:

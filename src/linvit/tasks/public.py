@@ -18,7 +18,7 @@ from linvit.conversion.resolving import resolve
 from linvit.errors import LinvitError
 from linvit.files import place, write_json
 from linvit.images import Progress, quiet
-from linvit.tasks.kinds import Model, Note, Reading, described, kind_of, name_of, tell
+from linvit.tasks.kinds import Model, Note, Reading, check_data, described, kind_of, name_of, tell
 from linvit.training import Config, Outcome, Output, Processes, make_processes, override
 from linvit.training import recipe as named_recipe
 from linvit.training.checkpoints import Watch, resumes_after
@@ -48,7 +48,7 @@ def train(
     teacher: Model | None = None,
     output: str | Path | None = None,
     size: int | None = None,
-    settings: Iterable[str] = (),
+    settings: Iterable[str] | Mapping[str, Any] = (),
     resume: bool = False,
     pretrained: bool = True,
     model_args: Mapping[str, Any] | None = None,
@@ -63,8 +63,9 @@ def train(
     """Train a model by a recipe, in place; with a `plan`, convert it first and learn from the original.
 
     `model` is a model, a timm name or a folder that linvit saved; `data` a name, a folder or a tar of images, or an
-    opened training and validation set. `settings` change the recipe, as `lr=1e-3`. What a recipe learns from is the
-    `teacher`, else its own, else the model before its conversion. Images without labels are learnt from it alone.
+    opened training and validation set. `settings` change the recipe, as `["lr=1e-3"]` or `{"lr": 1e-3}`. What a recipe
+    learns from is the `teacher`, else its own, else the model before its conversion. Images without labels are learnt
+    from it alone.
 
     To `detect` or `segment`, a classifier becomes the trunk of a model with this `head`, by this `pyramid` where it is
     a plain ViT; a detector or segmenter is trained as it is. See docs/dense.md. With the task `features` a model
@@ -75,7 +76,7 @@ def train(
     Every record of the log goes to `watch`, and to the `logger`: `wandb`, or a function of yours, itself or as
     `module:function`, that is given the run's facts and returns a function of a record.
     """
-    settings, drop, folder = list(settings), list(drop), None if output is None else place(output)
+    settings, drop, folder = listed(settings), list(drop), None if output is None else place(output)
     kind = kind_of(model, task, head, pyramid)
     config = named_recipe(recipe, name_of(model), kind.task) if isinstance(recipe, str) else recipe
     config = override(config, settings)
@@ -89,6 +90,7 @@ def train(
     logger = find_logger(logger) if logger else None  # a mistake is told before the work
     processes = make_processes(config, device)
     note = partial(tell, processes, watch)
+    check_data(data, sets=2)
     sets = kind.open_sets(data, Reading(root, loader, workers, progress))
     config = kind.settle(config, sets, settings, note)
     if teacher is not None and not config.needs_teacher:
@@ -121,6 +123,17 @@ def train(
         finally:
             fitting.close()
     return Trained(**vars(outcome), model=fitting.shown, report=report)
+
+
+def listed(settings: Iterable[str] | Mapping[str, Any]) -> list[str]:
+    """Settings as `--set` takes them."""
+    if not isinstance(settings, Mapping):
+        return list(settings)
+
+    def text(value: Any) -> str:
+        return ",".join(map(text, value)) if isinstance(value, list | tuple) else str(value)
+
+    return [f"{name}={text(value)}" for name, value in settings.items()]
 
 
 def measured_plan(
@@ -171,6 +184,7 @@ def evaluate(
     config = Config(batch_size=batch or kind.batch, precision=precision)
     processes, reading = make_processes(config, device), Reading(root, loader, workers, progress)
     note = partial(tell, processes, watch)
+    check_data(data, sets=1)
     images = kind.open_split(model, data, split, reading, note)
     if not getattr(images, "labelled", True) and teacher is None:
         hint = "put images in CLASS folders, or give --teacher to compare with"

@@ -87,27 +87,41 @@ def logging_to(named: str | Logger | None, run: RunFacts, watch: Watch | None) -
     if not named:
         yield watch
         return
-    hear: Watch | None = find_logger(named)(run)
+    try:
+        hear: Watch | None = find_logger(named)(run)
+    except LinvitError:
+        raise
+    except Exception as error:  # as Weights & Biases, where nobody is logged in
+        raise LinvitError(f"the logger cannot begin: {reason(error)}") from error
     if not callable(hear):
         raise LinvitError(f"the logger {named} gave {type(hear).__name__}: it must return a function of a record")
     close = getattr(hear, "close", None)
 
+    step = 0
+
+    def tell(text: str) -> None:
+        if watch is not None:
+            watch({"kind": "note", "step": step, "text": text})
+        else:
+            warnings.warn(text, stacklevel=3)
+
     def both(record: dict[str, Any]) -> None:
-        nonlocal hear
+        nonlocal hear, step
+        step = record["step"]
         if watch is not None:
             watch(record)
         if hear is not None and record["kind"] != "step":
             try:
                 hear(record)
             except Exception as error:
-                hear, text = None, f"the logger failed, and the run goes on without it: {reason(error)}"
-                if watch is not None:
-                    watch({"kind": "note", "step": record["step"], "text": text})
-                else:
-                    warnings.warn(text, stacklevel=2)
+                hear = None
+                tell(f"the logger failed, and the run goes on without it: {reason(error)}")
 
     try:
         yield both
     finally:
-        if close is not None:
-            close()
+        try:
+            if close is not None:
+                close()
+        except Exception as error:
+            tell(f"the logger could not be closed: {reason(error)}")

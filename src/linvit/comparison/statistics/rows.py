@@ -227,7 +227,8 @@ def title(rows: Sequence[CandidateRow]) -> str:
         else []
     )
     words += [f"recipe {config['recipe']}"] if config.get("recipe") else []
-    words += [f"{config['epochs']:g} epochs"] if isinstance(config.get("epochs"), int | float) else []
+    epochs = config.get("epochs")
+    words += [f"{epochs:g} epoch{'' if epochs == 1 else 's'}"] if isinstance(epochs, int | float) else []
     words += [f"stages {' '.join(stage['name'] for stage in config['stages'])}"] if run.identity.task else []
     return ", ".join(words)
 
