@@ -8,8 +8,9 @@ from linvit.figures.style import GREY, line, picture
 
 
 def plot_edge(result: dict[str, Any], path: Path) -> None:
-    """A panel for each runtime and number of threads, a line for each plan; above one is faster than softmax."""
-    rows = [row for row in result["rows"] if row["status"] == "ok" and "ratio" in row and row["attention"] != "softmax"]
+    """A panel for each runtime and number of threads, a line for each plan; above one is faster than the original."""
+    original = result["rows"][0]["attention"] if result["rows"] else ""
+    rows = [row for row in result["rows"] if row["status"] == "ok" and "ratio" in row and row["attention"] != original]
     if not rows:
         raise LinvitError("the result file has no rows to draw")
     settings = list(dict.fromkeys((row["runtime"], row["threads"]) for row in rows))
@@ -27,7 +28,7 @@ def plot_edge(result: dict[str, Any], path: Path) -> None:
             panel.yaxis.set_major_formatter("{x:g}")
             panel.yaxis.set_minor_formatter("{x:g}")
             panel.grid()
-        panels[0].set_ylabel("softmax's time ÷ its own")
+        panels[0].set_ylabel("the original's time ÷ its own")
         panels[0].legend()
         figure.suptitle(f"{result['model']}, one image, {result['environment']['hardware']}", fontsize=10)
 
