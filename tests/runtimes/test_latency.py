@@ -48,7 +48,9 @@ class Here:
 @pytest.mark.parametrize(("seconds", "left"), [(0.009, False), (0.0099, True), (0.02, True)])
 def test_auto_that_is_not_faster_in_a_runtime_leaves_the_model_as_it_is(seconds: float, left: bool) -> None:
     names = [latency.ORIGINAL, "auto:candidates=stella", "stella"]
-    opened: Any = [({"attention": name}, Clock(t)) for name, t in zip(names, (0.01, seconds, 0.02), strict=True)]
+    opened: Any = [
+        ({"attention": name, "threads": 1}, Clock(t)) for name, t in zip(names, (0.01, seconds, 0.02), strict=True)
+    ]
     timed, same = latency.settle_auto(opened, np.zeros(1), 0.001)
     assert [row["attention"] for row in same] == (["auto:candidates=stella"] if left else [])
     assert len(timed) == 3 - left

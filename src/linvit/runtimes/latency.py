@@ -177,7 +177,8 @@ def settle_auto(
     for row, process in opened:
         if original is not None and row["attention"].partition(":")[0] == AUTO:
             turns = by_turns([original[1], process], images, budget / 3)
-            if median(ours[0] / theirs[0] for theirs, ours in turns) > MARGIN:
+            which = 1 if row["threads"] == 1 else 0  # with one thread the CPU's own time says more
+            if median(ours[which] / theirs[which] for theirs, ours in turns) > MARGIN:
                 left.append(row)
     return [pair for pair in opened if pair[0] not in left], left
 
