@@ -194,3 +194,18 @@ def test_what_a_conversion_gives_up_and_the_models_arguments(linvit: Callable[..
     assert outcome.code == 0 and [row["status"] for row in outcome.json["rows"]] == ["ok", "ok"], outcome.err
     assert outcome.json["args"] == {"embed_dim": 12, "window_size": 4}
     assert outcome.json["options"] == {"drop": ["relative_bias", "shift_mask"]}
+
+
+def test_auto_says_what_pays_and_goes_on(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
+    path = tmp_path / "auto.json"
+    asked = ["bench", "auto", "--size", "32", "--budget", "0.005", "--device", "cpu", "--plan", "stella,relu_linear"]
+    assert linvit(*asked, "resnet18", "-o", str(path)).code == 0
+    outcome = linvit(*asked, "resnet18,test_vit", "--resume", str(path))
+    assert outcome.code == 0, outcome.err
+    none, vit = json.loads(path.read_text())["rows"]
+    assert none["status"] == "refused" and "no attention" in outcome.out
+    assert vit["model"] == "test_vit" and vit["resolution"] == 32 and vit["ratio"] >= 1
+    assert sum(vit["plan"].values()) <= vit["layers"] and (vit["macs_converted"] == vit["macs"]) == (not vit["plan"])
+    assert linvit("bench", "auto", "--from", str(path), "--json").json["kind"] == "bench auto"
+    wrong = linvit(*asked, "vit_tinny", "-o", str(tmp_path / "wrong.json"))
+    assert wrong.code == 2 and "unknown timm model" in wrong.err

@@ -24,7 +24,7 @@ from linvit.kernels import linear as linear_launch
 from linvit.kernels import local as local_launch
 from linvit.kernels import mobile as mobile_launch
 from linvit.kernels import relu_quadratic as relu_quadratic_launch
-from linvit.kernels.fused import MEMORY, Launch, signature_of
+from linvit.kernels.fused import MEMORY, Launch, signature_of, unpack
 from linvit.kernels.linear import Formula
 from linvit.kernels.mobile import Options
 
@@ -109,9 +109,12 @@ def relu_quadratic(
     dim: int,
     *,
     biased: bool = False,
+    packed: bool = False,
     memory: int = MEMORY,
 ) -> Recorder:
     q, k, v, dq, dk, dv = (meta(dtype, batch, heads, tokens, dim) for _ in range(6))
+    if packed:
+        (q, k, v), (dq, dk, dv) = (unpack(meta(dtype, batch, tokens, 3, heads, dim)) for _ in range(2))
     bias = meta(dtype, 1, heads, tokens, tokens) if biased else None
     with recorded(memory) as found:
         options = relu_quadratic_launch.Options()

@@ -59,7 +59,7 @@ def test_fits_the_shared_memory_of_other_chips(capability: int, dtype: torch.dty
         assert machine_code.build(launch, tensors, capability).metadata.shared <= memory
 
 
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [96, 128, 256])
 def test_relu_quadratic_fits_graphics_cards(dim: int) -> None:
     memory = 99 * 1024
     found = machine_code.relu_quadratic(BF16, 64, 6, 1025, dim, biased=dim < 256, memory=memory)
@@ -80,6 +80,20 @@ def test_the_local_branch_compiles_for_other_chips(capability: int) -> None:
 def test_relu_quadratic(tmp_path: Path, biased: bool) -> None:
     found = machine_code.relu_quadratic(BF16, 64, 6, 197, 64, biased=biased)
     assert len(found.calls) == (4 if biased else 3) and check(found, tmp_path) > 0
+
+
+@compiled
+@pytest.mark.parametrize("dim", [72, 96])
+def test_relu_quadratic_in_two_pieces(tmp_path: Path, dim: int) -> None:
+    """All that a head of 72 channels reads and writes is 16 bytes wide, though 16 does not divide its stride."""
+    found = machine_code.relu_quadratic(BF16, 8, 16, 1024, dim, packed=True)
+    assert check(found, tmp_path) > 0
+    for launch, tensors in found.calls.values():
+        assert launch.values[1] == dim // 8
+        lines, _ = machine_code.instructions(launch, tensors, tmp_path)
+        names = {line.removeprefix("? ").split()[0] for line in lines}
+        assert {name for name in names if name.startswith(("LDG.", "STG."))} == {"LDG.E.128", "STG.E.128"}
+        assert {name for name in names if name.startswith("LDGSTS")} == {"LDGSTS.E.BYPASS.128"}
 
 
 @compiled

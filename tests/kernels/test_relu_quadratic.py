@@ -78,6 +78,16 @@ def test_any_width_and_type(device: torch.device, dtype: torch.dtype, dim: int, 
     check(q, k, draw(device, dtype, 1, 2, 70, value_dim, seed=2))
 
 
+@pytest.mark.parametrize("dtype, dim, value_dim", [(torch.bfloat16, 72, 80), (torch.float32, 96, 24)], ids=str)
+def test_heads_in_two_pieces(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> None:
+    """Heads side by side as a projection leaves them, every stride a multiple of 8 and not of 16."""
+    mask = draw(device, torch.float32, 1, 70) > -0.5
+    q, k = (draw(device, dtype, 1, 70, 1, dim, seed=s).transpose(1, 2) for s in range(2))
+    v = draw(device, dtype, 1, 70, 1, value_dim, seed=2).transpose(1, 2)
+    check(q, k, v)
+    check(q, k, v, mask, draw(device, dtype, 1, 1, 70, 70, seed=3))
+
+
 @pytest.mark.parametrize("queries, keys", [(130, 7), (5, 140)])
 def test_keys_and_queries_may_differ_in_number(device: torch.device, queries: int, keys: int) -> None:
     q = draw(device, torch.float32, 2, 1, queries, 16)

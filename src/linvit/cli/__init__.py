@@ -6,11 +6,12 @@ anything heavy (torch, timm, matplotlib) inside the function. `linvit.cli.output
 the progress bar. For a user's mistake raise LinvitError; `main` prints it as one line and exits with 2.
 """
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from linvit.cli import bench_edge, compare, convert, export, plan, predict, push, report, serve, show, tables, theory
+from linvit.cli import bench_auto, compare, convert, export, plan, predict, push, report, serve, show, tables, theory
 from linvit.cli import eval as eval_verb
 from linvit.cli import list as list_verb
 from linvit.cli import train as train_verb
@@ -25,6 +26,7 @@ app = make_app()
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when it did what was asked, 2 for a user's mistake."""
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # advice of torch.compile, and not ours
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # what torchao, beside transformers, is told
     settle_streams()
     try:
         try:
@@ -56,7 +58,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "report": report.report,
     "serve": serve.serve,
 }
-GROUPS = {"bench": bench_edge.app, "show": show.app}  # verbs with verbs of their own
+GROUPS = {"bench": bench_auto.app, "show": show.app}  # verbs with verbs of their own
 for name, function in FUNCTIONS.items():
     app.command(name, short_help=VERBS[name])(function)
 for name, group in GROUPS.items():

@@ -217,8 +217,11 @@ class Auto(Plan):
         raise AssertionError
 
 
+AUTO = ("stella", "relu_linear")  # what `auto` may make of a layer unless told
+
+
 @named
-def auto(*, candidates: str | tuple[str, ...] = ("stella", "relu_linear")) -> Plan:
+def auto(*, candidates: str | tuple[str, ...] = AUTO) -> Plan:
     """Ours: in each layer the fastest of the candidates, measured, or what it has where none is faster."""
     listed = [c.strip() for c in candidates.strip("[]").split(",")] if isinstance(candidates, str) else candidates
     for name in listed:

@@ -104,6 +104,18 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def in_units(itemsize: int, *strides: Strides) -> tuple[int, tuple[int, ...]]:
+    """A unit, 16 bytes where that divides all of them, and strides of batch, heads and tokens in it; channels' are not.
+
+    Triton knows of an argument only whether 16 divides it. It does not divide the 72 channels of a head, and all reads
+    of those would be two bytes wide; multiplied inside the kernel by a constant unit, strides show that 8 does.
+    """
+    unit = 16 // itemsize
+    if any(stride % unit for of in strides for stride in of[:3]):
+        unit = 1
+    return unit, tuple(stride // unit if i < 3 else stride for of in strides for i, stride in enumerate(of))
+
+
 def operands(dtype: torch.dtype, interpreted: bool) -> tuple[Any, Any, str]:
     """Types of the matrix products' operands: of k and v, and of those with states and gradients; and the precision.
 

@@ -17,13 +17,14 @@ from linvit.kernels.fused import (
     Given,
     Launch,
     Strides,
+    in_units,
     launch_cache,
-    power_of_two,
     processors,
     rows_like,
     shared_memory,
     signature_of,
 )
+from linvit.kernels.linear import layout
 from linvit.kernels.operators import register
 from linvit.kernels.relu_quadratic import cpu
 
@@ -93,6 +94,8 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
         return Tiles(64, 32, 4, 2) if which != "keys" else Tiles(64, 32, 8, 2)
     if which == "bias":
         return Tiles(64, 32, 4, 2)
+    if 64 < width < 128:
+        return Tiles(64, 64, 4, 2 if which == "keys" else 3)
     if width > 64:
         wide = {"forward": Tiles(64, 64, 4, 3), "keys": Tiles(64, 32, 4, 3), "queries": Tiles(128, 32, 8, 3)}
         return wide[which]
@@ -103,26 +106,33 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
     return Tiles(64, 64, 4, 3)
 
 
+def pieces(dim: int) -> tuple[int, int]:
+    """Columns for so many channels, in one tile or two."""
+    width, rest = layout.pieces(dim)
+    return max(16, width), rest
+
+
 @launch_cache
 def prepare(
-    which: str, signature: tuple[Any, ...], masked: bool, biased: torch.dtype | None, strides: Strides,
-    repeats: int = 1, share: int = 1,
+    which: str, signature: tuple[Any, ...], masked: bool, biased: torch.dtype | None, strides: tuple[Strides, ...],
+    extras: Strides, repeats: int = 1, share: int = 1,
 ) -> Launch:  # fmt: skip
     """The launch of one kernel, "forward", "keys", "queries" or "bias"; `strides` are of its other tensors, in order.
 
-    `biased` is the bias's type, `repeats` how many images have the same one, of which a program of the last kernel adds
-    up `share`.
+    `extras` are those of mask and bias. `biased` is the bias's type, `repeats` how many images have the same one, of
+    which a program of the last kernel adds up `share`.
     """
     from linvit.kernels.relu_quadratic import kernels
 
     q, _, v, q_strides, k_strides, v_strides, dtype, *_, device, _, _ = signature
     (batch, heads, queries, head_dim), (keys, value_dim) = q, v[2:]
-    width, value_width = (max(16, power_of_two(n)) for n in (head_dim, value_dim))
+    (width, rest), (value_width, value_rest) = pieces(head_dim), pieces(value_dim)
+    columns = max(width + rest, value_width + value_rest)
     tokens = keys if which == "keys" else queries
     few = biased is not None or batch * heads * -(-tokens // 128) < 2 * processors(device)
-    t = tiles(which, max(width, value_width), dtype.itemsize, tokens, few)
-    if shared_memory(device) < ENOUGH and max(width, value_width) > 64:
-        t = t._replace(stages=max(1, t.stages - 1), own=min(t.own, 32) if max(width, value_width) > 128 else t.own)
+    t = tiles(which, columns, dtype.itemsize, tokens, few)
+    if shared_memory(device) < ENOUGH and columns > 64:
+        t = t._replace(stages=max(1, t.stages - 1), own=min(t.own, 32) if columns > 128 else t.own)
     m, n = (t.walk, t.own) if which == "keys" else (t.own, t.walk)
     scale = head_dim**-0.5
     # The power of two below 1/√d, so that scaling is exact; what is left of 1/√d joins the factor at the end.
@@ -137,12 +147,14 @@ def prepare(
         "bias": (kernels.bias_gradient_kernel, repeats, share, scale, mean),
     }[which]
     kind, _, precision = fused.operands(dtype, device.type == "cpu")
-    constants: tuple[Any, ...] = (head_dim, value_dim, width, value_width, m, n, kind, precision)
+    unit, in_order = in_units(dtype.itemsize, q_strides, k_strides, v_strides, *strides)
+    constants: tuple[Any, ...] = (head_dim, value_dim, width, rest, value_width, value_rest)
+    constants += (m, n, unit, kind, precision)
     programs = batch * heads * -(-tokens // t.own)
     if which == "bias":
         programs = batch // repeats * -(-repeats // share) * heads * -(-queries // m) * -(-keys // n)
     constants += (prescale != 1,) if which in ("forward", "keys") else ()
-    values = (*q_strides, *k_strides, *v_strides, *strides, heads, queries, keys, *numbers, *constants)
+    values = (*in_order, *extras, heads, queries, keys, *numbers, *constants)
     return Launch(kernel, (programs, 1, 1), values, num_warps=t.warps, num_stages=t.stages)
 
 
@@ -178,7 +190,7 @@ def forward(
         return (cpu.forward(q, k, v, mask, bias),)
     out = rows_like(v, q.shape[2])
     kinds = (mask is not None, None if bias is None else bias.dtype)
-    launch = prepare("forward", signature, *kinds, out.stride()[:3] + extras(mask, bias))
+    launch = prepare("forward", signature, *kinds, (out.stride()[:3],), extras(mask, bias))
     launch(q, k, v, out, mask, inverse_of(mask), bias)
     return (out,)
 
@@ -193,9 +205,9 @@ def backward(
         return (cpu.backward(grad, q, k, v, dq, dk, dv, mask, bias, wanted[0]),)
     signature, inverse, others = signature_of(q, k, v), inverse_of(mask), extras(mask, bias)
     kinds = (mask is not None, None if bias is None else bias.dtype)
-    launch = prepare("keys", signature, *kinds, grad.stride() + dk.stride()[:3] + dv.stride()[:3] + others)
+    launch = prepare("keys", signature, *kinds, (grad.stride(), dk.stride()[:3], dv.stride()[:3]), others)
     launch(q, k, v, grad, dk, dv, mask, inverse, bias)
-    launch = prepare("queries", signature, *kinds, grad.stride() + dq.stride()[:3] + others)
+    launch = prepare("queries", signature, *kinds, (grad.stride(), dq.stride()[:3]), others)
     launch(q, k, v, grad, dq, mask, inverse, bias)
     if bias is None or not wanted[0]:
         return (None,)
@@ -204,7 +216,7 @@ def backward(
     share = share_of(repeats, len(bias) * heads * -(-queries // 64) * -(-keys // 32), processors(q.device))
     shape = (len(bias), -(-repeats // share), heads, queries, keys)
     parts = torch.empty(shape, dtype=torch.float32, device=q.device)
-    launch = prepare("bias", signature, *kinds, grad.stride() + others, repeats, share)
+    launch = prepare("bias", signature, *kinds, (grad.stride(),), others, repeats, share)
     launch(q, k, v, grad, bias, mask, inverse, parts)
     return (parts.sum(1).sum_to_size(bias.shape).to(bias.dtype),)
 

@@ -7,6 +7,9 @@ Zeros need no bookkeeping here: a key or query that is not there, or is masked, 
 zero, and relu(0) and its gradient are zero too. So tails and masks cost a predicate on a load, and the factor and √d
 wait until the end. In float16 one operand is scaled by a power of two (exactly) to keep q · kᵀ inside its range. A
 bias changes two of these: it is added to scores that are scaled already, and where nothing is, it is loaded as zero.
+
+Tiles are powers of two wide; heads of 72 to 96 channels lie in two, 64 and 16 or 32 wide, and so do 80 channels not
+cost 128. Whatever has a head's channels is a tuple of its pieces.
 """
 # mypy: allow-untyped-defs
 
@@ -15,17 +18,83 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_of(ptr, batch, head, start, stride_b, stride_h, stride_n, stride_d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers to ROWS tokens from `start` on, as (ROWS, WIDTH)."""
-    ptr += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + start.to(tl.int64) * stride_n
-    return ptr + (tl.arange(0, ROWS)[:, None] * stride_n + tl.arange(0, WIDTH)[None, :] * stride_d)
+def rows_of(ptr, batch, head, start, stride_b, stride_h, stride_n, stride_d, ROWS: tl.constexpr, UNIT: tl.constexpr,
+            WIDTH: tl.constexpr, REST: tl.constexpr):  # fmt: skip
+    """Pointers to ROWS tokens from `start` on, (ROWS, WIDTH) and (ROWS, REST); strides but the last are in UNITs."""
+    first = batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + start.to(tl.int64) * stride_n
+    ptr += first * UNIT
+    row = tl.arange(0, ROWS)[:, None] * (stride_n * UNIT)
+    out = (ptr + (row + tl.arange(0, WIDTH)[None, :] * stride_d),)
+    if REST:
+        out += (ptr + (row + (tl.arange(0, REST) + WIDTH)[None, :] * stride_d),)
+    return out
 
 
 @triton.jit
-def columns_of(ptr, batch, head, stride_b, stride_h, stride_n, stride_d, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers to the first COLUMNS tokens, transposed to (WIDTH, COLUMNS)."""
-    ptr += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    return ptr + (tl.arange(0, WIDTH)[:, None] * stride_d + tl.arange(0, COLUMNS)[None, :] * stride_n)
+def onward(pointers, step):
+    out = ()
+    for i in tl.static_range(len(pointers)):
+        out += (pointers[i] + step,)
+    return out
+
+
+@triton.jit
+def load(pointers, rows, D: tl.constexpr, KIND: tl.constexpr):
+    """D channels of the tokens that are there, which all are where `rows` is None. The last piece alone is padded."""
+    out = ()
+    WIDTH: tl.constexpr = pointers[0].shape[1]
+    for i in tl.static_range(len(pointers)):
+        if i * WIDTH + pointers[i].shape[1] <= D:
+            x = tl.load(pointers[i]) if rows is None else tl.load(pointers[i], mask=rows, other=0.0)
+        else:
+            inside = (tl.arange(0, pointers[i].shape[1]) + i * WIDTH < D)[None, :]
+            if rows is not None:
+                inside = rows & inside
+            x = tl.load(pointers[i], mask=inside, other=0.0)
+        out += (x.to(KIND),)
+    return out
+
+
+@triton.jit
+def store(pointers, value, factor, rows, D: tl.constexpr):
+    WIDTH: tl.constexpr = pointers[0].shape[1]
+    for i in tl.static_range(len(pointers)):
+        inside = rows & (tl.arange(0, pointers[i].shape[1]) + i * WIDTH < D)[None, :]
+        tl.store(pointers[i], (value[i] * factor).to(pointers[i].dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scaled(x, factor):
+    out = ()
+    for i in tl.static_range(len(x)):
+        out += ((x[i] * factor).to(x[i].dtype),)
+    return out
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
+    out = (tl.zeros([ROWS, WIDTH], tl.float32),)
+    if REST:
+        out += (tl.zeros([ROWS, REST], tl.float32),)
+    return out
+
+
+@triton.jit
+def products(x, y, PRECISION: tl.constexpr):
+    """x · yᵀ, summed over the pieces."""
+    total = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, len(x)):
+        total = tl.dot(x[i], tl.trans(y[i]), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def add_products(total, weight, x, PRECISION: tl.constexpr):
+    """total + weight · x, piece by piece."""
+    out = ()
+    for i in tl.static_range(len(x)):
+        out += (tl.dot(weight, x[i], total[i], input_precision=PRECISION),)
+    return out
 
 
 @triton.jit
@@ -51,12 +120,6 @@ def relu(x):
 
 
 @triton.jit
-def load(pointers, ok, PLAIN: tl.constexpr, KIND: tl.constexpr):
-    x = tl.load(pointers) if PLAIN else tl.load(pointers, mask=ok, other=0.0)
-    return x.to(KIND)
-
-
-@triton.jit
 def corner_of(bias, batch, head, start, bias_b, bias_h, bias_n, period):
     """Where a bias's tiles begin; images of the bias come again after `period`. One pointer goes along and not one for
     each number: registers are short."""
@@ -74,58 +137,53 @@ def biased(scores, bias_in, ok, sharp, down, right):
 
 
 @triton.jit
-def key_tile_step(k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, ok_v, ok_bias, sharp, down, right,
-                  PLAIN_K: tl.constexpr, PLAIN_V: tl.constexpr, KIND: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
-    """What one tile of keys adds to the output; to dq where there is a `g_tile`, for which k stands in rows."""
-    k_tile = load(k_in, ok_k, PLAIN_K, KIND)
+def key_tile_step(k_in, v_in, bias_in, q_tile, g_tile, total, there, ok_bias, sharp, down, right,
+                  D: tl.constexpr, VD: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """What one tile of keys adds to the output; to dq where there is a `g_tile`."""
+    k_tile = load(k_in, there, D, KIND)
     if g_tile is None:
-        v_tile = load(v_in, ok_v, PLAIN_V, KIND)
-        scores = biased(tl.dot(q_tile, k_tile, input_precision=PRECISION), bias_in, ok_bias, sharp, down, right)
-        return tl.dot(relu(scores).to(KIND), v_tile, total, input_precision=PRECISION)
+        v_tile = load(v_in, there, VD, KIND)
+        scores = biased(products(q_tile, k_tile, PRECISION), bias_in, ok_bias, sharp, down, right)
+        return add_products(total, relu(scores).to(KIND), v_tile, PRECISION)
     else:
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        scores = biased(scores, bias_in, ok_bias, sharp, down, right)
-        v_tile = load(v_in, ok_v, PLAIN_V, KIND)
-        d_weight = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        scores = biased(products(q_tile, k_tile, PRECISION), bias_in, ok_bias, sharp, down, right)
+        v_tile = load(v_in, there, VD, KIND)
+        d_weight = products(g_tile, v_tile, PRECISION)
         d_scores = tl.where(scores > 0, d_weight, 0.0).to(KIND)
-        return tl.dot(d_scores, k_tile, total, input_precision=PRECISION)
+        return add_products(total, d_scores, k_tile, PRECISION)
 
 
 @triton.jit
-def over_keys(k_in, v_in, bias_in, q_tile, g_tile, total, mask, rows, channel, value, keys, k_n, v_n, mask_n,
-              sharp, bias_m, bias_n, WHOLE_K: tl.constexpr, WHOLE_V: tl.constexpr, N: tl.constexpr,
-              KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The sum of `key_tile_step` over all keys. Without a mask the last tile alone is checked for keys that are there;
-    `channel` and `value` are true for channels that are, in the tiles' shape."""
+def over_keys(k_in, v_in, bias_in, q_tile, g_tile, total, mask, rows, keys, k_n, v_n, mask_n, sharp, bias_m, bias_n,
+              D: tl.constexpr, VD: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """The sum of `key_tile_step` over all keys. Without a mask the last tile alone is checked for keys that are
+    there."""
     if mask is None:
         whole = keys // N * N
         for _ in tl.range(0, whole, N):
             total = key_tile_step(
-                k_in, v_in, bias_in, q_tile, g_tile, total, channel, value, rows, sharp, bias_m, bias_n,
-                WHOLE_K, WHOLE_V, KIND, PRECISION,
-            )  # fmt: skip
-            k_in += N * k_n
-            v_in += N * v_n
+                k_in, v_in, bias_in, q_tile, g_tile, total, None, rows, sharp, bias_m, bias_n, D, VD, KIND, PRECISION
+            )
+            k_in = onward(k_in, N * UNIT * k_n)
+            v_in = onward(v_in, N * UNIT * v_n)
             if bias_in is not None:
                 bias_in += N * bias_n
         if whole < keys:
             keep = whole + tl.arange(0, N) < keys
-            ok_k = keep[None, :] & channel if g_tile is None else keep[:, None] & channel
             total = key_tile_step(
-                k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, keep[:, None] & value, rows & keep[None, :], sharp,
-                bias_m, bias_n, False, False, KIND, PRECISION,
+                k_in, v_in, bias_in, q_tile, g_tile, total, keep[:, None], rows & keep[None, :], sharp, bias_m, bias_n,
+                D, VD, KIND, PRECISION,
             )  # fmt: skip
     else:
         for start in tl.range(0, keys, N):
             keep = kept(mask, start, keys, mask_n, N)
-            ok_k = keep[None, :] & channel if g_tile is None else keep[:, None] & channel
             total = key_tile_step(
-                k_in, v_in, bias_in, q_tile, g_tile, total, ok_k, keep[:, None] & value, rows & keep[None, :], sharp,
-                bias_m, bias_n, False, False, KIND, PRECISION,
+                k_in, v_in, bias_in, q_tile, g_tile, total, keep[:, None], rows & keep[None, :], sharp, bias_m, bias_n,
+                D, VD, KIND, PRECISION,
             )  # fmt: skip
-            k_in += N * k_n
-            v_in += N * v_n
+            k_in = onward(k_in, N * UNIT * k_n)
+            v_in = onward(v_in, N * UNIT * v_n)
             if bias_in is not None:
                 bias_in += N * bias_n
     return total
@@ -135,47 +193,43 @@ def over_keys(k_in, v_in, bias_in, q_tile, g_tile, total, mask, rows, channel, v
 def forward_kernel(
     q, k, v, out, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n,
     mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, period, heads, queries, keys, prescale, sharp, factor,
-    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, PRESCALE: tl.constexpr,
+    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    PRESCALE: tl.constexpr,
 ):  # fmt: skip
     """One block of M queries of one head, over all keys."""
     block, batch, head = place(heads, tl.cdiv(queries, M))
-    channel, value = tl.arange(0, DW) < D, (tl.arange(0, VW) < VD)[None, :]
     rows = (block * M + tl.arange(0, M) < queries)[:, None]
-    queries_in = rows_of(q, batch, head, block * M, q_b, q_h, q_n, q_d, M, DW)
-    q_tile = load(queries_in, rows & channel[None, :], False, KIND)
+    q_tile = load(rows_of(q, batch, head, block * M, q_b, q_h, q_n, q_d, M, UNIT, DW, DR), rows, D, KIND)
     if PRESCALE:
-        q_tile = (q_tile * prescale).to(KIND)
-    k_in = columns_of(k, batch, head, k_b, k_h, k_n, k_d, N, DW)
-    v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
+        q_tile = scaled(q_tile, prescale)
+    k_in = rows_of(k, batch, head, tl.zeros([], tl.int32), k_b, k_h, k_n, k_d, N, UNIT, DW, DR)
+    v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, UNIT, VW, VR)
     bias_in = bias
     if bias is not None:
         bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m, period)
     if mask is not None:
         mask += batch.to(tl.int64) * mask_b
     total = over_keys(
-        k_in, v_in, bias_in, q_tile, None, tl.zeros([M, VW], tl.float32), mask, rows, channel[:, None], value, keys,
-        k_n, v_n, mask_n, sharp, bias_m, bias_n, D == DW, VD == VW, N, KIND, PRECISION,
+        k_in, v_in, bias_in, q_tile, None, zeros(M, VW, VR), mask, rows, keys, k_n, v_n, mask_n, sharp, bias_m, bias_n,
+        D, VD, N, UNIT, KIND, PRECISION,
     )  # fmt: skip
     if inverse is not None:
         factor *= tl.load(inverse + batch)
-    out_at = rows_of(out, batch, head, block * M, o_b, o_h, o_n, 1, M, VW)
-    tl.store(out_at, (total * factor).to(out.dtype.element_ty), mask=rows & value)
+    store(rows_of(out, batch, head, block * M, o_b, o_h, o_n, 1, M, UNIT, VW, VR), total, factor, rows, VD)
 
 
 @triton.jit
-def key_step(q_in, g_in, bias_in, k_tile, v_tile, dk, dv, ok_q, ok_g, ok_bias, sharp, down, right,
-             PLAIN_Q: tl.constexpr, PLAIN_G: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-             k_scaled):  # fmt: skip
+def key_step(q_in, g_in, bias_in, k_tile, v_tile, dk, dv, there, ok_bias, sharp, down, right, D: tl.constexpr,
+             VD: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, k_scaled):  # fmt: skip
     """What one tile of queries adds to dk and dv; the scores stand transposed, (keys, queries)."""
-    q_tile = load(q_in, ok_q, PLAIN_Q, KIND)
-    scores = tl.dot(k_scaled, tl.trans(q_tile), input_precision=PRECISION)
-    scores = biased(scores, bias_in, ok_bias, sharp, down, right)
-    g_tile = load(g_in, ok_g, PLAIN_G, KIND)
-    dv = tl.dot(relu(scores).to(KIND), g_tile, dv, input_precision=PRECISION)
-    d_weight = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
+    q_tile = load(q_in, there, D, KIND)
+    scores = biased(products(k_scaled, q_tile, PRECISION), bias_in, ok_bias, sharp, down, right)
+    g_tile = load(g_in, there, VD, KIND)
+    dv = add_products(dv, relu(scores).to(KIND), g_tile, PRECISION)
+    d_weight = products(v_tile, g_tile, PRECISION)
     d_scores = tl.where(scores > 0, d_weight, 0.0).to(KIND)
-    return tl.dot(d_scores, q_tile, dk, input_precision=PRECISION), dv
+    return add_products(dk, d_scores, q_tile, PRECISION), dv
 
 
 @triton.jit
@@ -183,96 +237,88 @@ def key_gradient_kernel(
     q, k, v, g, dk, dv, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n,
     g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, period, heads, queries,
     keys, prescale, sharp, factor, value_factor,
-    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, PRESCALE: tl.constexpr,
+    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    PRESCALE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of N keys of one head, over all queries."""
     block, batch, head = place(heads, tl.cdiv(keys, N))
-    channel, value = (tl.arange(0, DW) < D)[None, :], (tl.arange(0, VW) < VD)[None, :]
     if mask is not None:
         mask += batch.to(tl.int64) * mask_b
     keep = kept(mask, block * N, keys, mask_n, N)[:, None]
-    k_tile = load(rows_of(k, batch, head, block * N, k_b, k_h, k_n, k_d, N, DW), keep & channel, False, KIND)
-    v_tile = load(rows_of(v, batch, head, block * N, v_b, v_h, v_n, v_d, N, VW), keep & value, False, KIND)
-    k_scaled = (k_tile * prescale).to(KIND) if PRESCALE else k_tile
-    q_in = rows_of(q, batch, head, tl.zeros([], tl.int32), q_b, q_h, q_n, q_d, M, DW)
-    g_in = rows_of(g, batch, head, tl.zeros([], tl.int32), g_b, g_h, g_n, g_d, M, VW)
+    k_tile = load(rows_of(k, batch, head, block * N, k_b, k_h, k_n, k_d, N, UNIT, DW, DR), keep, D, KIND)
+    v_tile = load(rows_of(v, batch, head, block * N, v_b, v_h, v_n, v_d, N, UNIT, VW, VR), keep, VD, KIND)
+    k_scaled = scaled(k_tile, prescale) if PRESCALE else k_tile
+    q_in = rows_of(q, batch, head, tl.zeros([], tl.int32), q_b, q_h, q_n, q_d, M, UNIT, DW, DR)
+    g_in = rows_of(g, batch, head, tl.zeros([], tl.int32), g_b, g_h, g_n, g_d, M, UNIT, VW, VR)
     bias_in = bias
     if bias is not None:
         bias_in = corner_of(bias, batch, head, block * N, bias_b, bias_h, bias_n, period)
-    dk_total = tl.zeros([N, DW], tl.float32)
-    dv_total = tl.zeros([N, VW], tl.float32)
+    dk_total, dv_total = zeros(N, DW, DR), zeros(N, VW, VR)
     whole = queries // M * M
     for _ in tl.range(0, whole, M):
         dk_total, dv_total = key_step(
-            q_in, g_in, bias_in, k_tile, v_tile, dk_total, dv_total, channel, value, keep, sharp, bias_n, bias_m,
-            D == DW, VD == VW, KIND, PRECISION, k_scaled,
+            q_in, g_in, bias_in, k_tile, v_tile, dk_total, dv_total, None, keep, sharp, bias_n, bias_m, D, VD, KIND,
+            PRECISION, k_scaled,
         )  # fmt: skip
-        q_in += M * q_n
-        g_in += M * g_n
+        q_in = onward(q_in, M * UNIT * q_n)
+        g_in = onward(g_in, M * UNIT * g_n)
         if bias is not None:
             bias_in += M * bias_m
     if whole < queries:
         there = whole + tl.arange(0, M) < queries
-        rows = there[:, None]
         dk_total, dv_total = key_step(
-            q_in, g_in, bias_in, k_tile, v_tile, dk_total, dv_total, rows & channel, rows & value,
-            keep & there[None, :], sharp, bias_n, bias_m, False, False, KIND, PRECISION, k_scaled,
+            q_in, g_in, bias_in, k_tile, v_tile, dk_total, dv_total, there[:, None], keep & there[None, :], sharp,
+            bias_n, bias_m, D, VD, KIND, PRECISION, k_scaled,
         )  # fmt: skip
     if inverse is not None:
         factor *= tl.load(inverse + batch)
         value_factor *= tl.load(inverse + batch)
     own = (block * N + tl.arange(0, N) < keys)[:, None]
-    dk_at = rows_of(dk, batch, head, block * N, dk_b, dk_h, dk_n, 1, N, DW)
-    dv_at = rows_of(dv, batch, head, block * N, dv_b, dv_h, dv_n, 1, N, VW)
-    tl.store(dk_at, (dk_total * factor).to(dk.dtype.element_ty), mask=own & channel)
-    tl.store(dv_at, (dv_total * value_factor).to(dv.dtype.element_ty), mask=own & value)
+    store(rows_of(dk, batch, head, block * N, dk_b, dk_h, dk_n, 1, N, UNIT, DW, DR), dk_total, factor, own, D)
+    store(rows_of(dv, batch, head, block * N, dv_b, dv_h, dv_n, 1, N, UNIT, VW, VR), dv_total, value_factor, own, VD)
 
 
 @triton.jit
 def query_gradient_kernel(
     q, k, v, g, dq, mask, inverse, bias, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, period, heads, queries, keys, sharp, factor,
-    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of M queries of one head, over all keys."""
     block, batch, head = place(heads, tl.cdiv(queries, M))
-    channel, value = (tl.arange(0, DW) < D)[None, :], (tl.arange(0, VW) < VD)[None, :]
     rows = (block * M + tl.arange(0, M) < queries)[:, None]
-    q_tile = load(rows_of(q, batch, head, block * M, q_b, q_h, q_n, q_d, M, DW), rows & channel, False, KIND)
-    g_tile = load(rows_of(g, batch, head, block * M, g_b, g_h, g_n, g_d, M, VW), rows & value, False, KIND)
-    k_in = rows_of(k, batch, head, tl.zeros([], tl.int32), k_b, k_h, k_n, k_d, N, DW)
-    v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, VW)
+    q_tile = load(rows_of(q, batch, head, block * M, q_b, q_h, q_n, q_d, M, UNIT, DW, DR), rows, D, KIND)
+    g_tile = load(rows_of(g, batch, head, block * M, g_b, g_h, g_n, g_d, M, UNIT, VW, VR), rows, VD, KIND)
+    k_in = rows_of(k, batch, head, tl.zeros([], tl.int32), k_b, k_h, k_n, k_d, N, UNIT, DW, DR)
+    v_in = rows_of(v, batch, head, tl.zeros([], tl.int32), v_b, v_h, v_n, v_d, N, UNIT, VW, VR)
     bias_in = bias
     if bias is not None:
         bias_in = corner_of(bias, batch, head, block * M, bias_b, bias_h, bias_m, period)
     if mask is not None:
         mask += batch.to(tl.int64) * mask_b
     total = over_keys(
-        k_in, v_in, bias_in, q_tile, g_tile, tl.zeros([M, DW], tl.float32), mask, rows, channel, value, keys,
-        k_n, v_n, mask_n, sharp, bias_m, bias_n, D == DW, VD == VW, N, KIND, PRECISION,
+        k_in, v_in, bias_in, q_tile, g_tile, zeros(M, DW, DR), mask, rows, keys, k_n, v_n, mask_n, sharp, bias_m,
+        bias_n, D, VD, N, UNIT, KIND, PRECISION,
     )  # fmt: skip
     if inverse is not None:
         factor *= tl.load(inverse + batch)
-    dq_at = rows_of(dq, batch, head, block * M, dq_b, dq_h, dq_n, 1, M, DW)
-    tl.store(dq_at, (total * factor).to(dq.dtype.element_ty), mask=rows & channel)
+    store(rows_of(dq, batch, head, block * M, dq_b, dq_h, dq_n, 1, M, UNIT, DW, DR), total, factor, rows, D)
 
 
 @triton.jit
 def bias_gradient_kernel(
     q, k, v, g, bias, mask, inverse, out, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n,
     g_d, mask_b, mask_n, bias_b, bias_h, bias_m, bias_n, period, heads, queries, keys, repeats, share, sharp, factor,
-    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, VD: tl.constexpr, DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The bias's gradient for M queries and N keys of one head, summed over a share of the images that have it."""
     across, parts = tl.cdiv(keys, N), tl.cdiv(repeats, share)
     tile, part, head = place(heads, across * tl.cdiv(queries, M))
     first, left = tile // across * M, tile % across * N
-    channel, value = (tl.arange(0, DW) < D)[None, :], (tl.arange(0, VW) < VD)[None, :]
-    there = first + tl.arange(0, M) < queries
-    rows = there[:, None]
+    rows = (first + tl.arange(0, M) < queries)[:, None]
     total = tl.zeros([M, N], tl.float32)
     begin = part % parts * share
     for number in tl.range(0, tl.minimum(repeats - begin, share)):
@@ -283,15 +329,15 @@ def bias_gradient_kernel(
             masked = mask + image.to(tl.int64) * mask_b
             scale *= tl.load(inverse + image)
         keep = kept(masked, left, keys, mask_n, N)
-        columns = keep[:, None]
-        q_tile = load(rows_of(q, image, head, first, q_b, q_h, q_n, q_d, M, DW), rows & channel, False, KIND)
-        k_tile = load(rows_of(k, image, head, left, k_b, k_h, k_n, k_d, N, DW), columns & channel, False, KIND)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        there = keep[:, None]
+        q_tile = load(rows_of(q, image, head, first, q_b, q_h, q_n, q_d, M, UNIT, DW, DR), rows, D, KIND)
+        k_tile = load(rows_of(k, image, head, left, k_b, k_h, k_n, k_d, N, UNIT, DW, DR), there, D, KIND)
         bias_in = corner_of(bias, image, head, first, bias_b, bias_h, bias_m, period) + left.to(tl.int64) * bias_n
+        scores = products(q_tile, k_tile, PRECISION)
         scores = biased(scores, bias_in, rows & keep[None, :], sharp, bias_m, bias_n)
-        g_tile = load(rows_of(g, image, head, first, g_b, g_h, g_n, g_d, M, VW), rows & value, False, KIND)
-        v_tile = load(rows_of(v, image, head, left, v_b, v_h, v_n, v_d, N, VW), columns & value, False, KIND)
-        d_weight = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        g_tile = load(rows_of(g, image, head, first, g_b, g_h, g_n, g_d, M, UNIT, VW, VR), rows, VD, KIND)
+        v_tile = load(rows_of(v, image, head, left, v_b, v_h, v_n, v_d, N, UNIT, VW, VR), there, VD, KIND)
+        d_weight = products(g_tile, v_tile, PRECISION)
         total += tl.where(scores > 0, d_weight * scale, 0.0)
     column = left + tl.arange(0, N)
     at = (part.to(tl.int64) * heads + head) * queries * keys + (first + tl.arange(0, M)).to(tl.int64)[:, None] * keys
