@@ -24,6 +24,7 @@ format: $(INSTALLED)
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(INSTALLED)
 	$(BIN)/python scripts/docs.py
+	$(BIN)/python scripts/edge.py docs
 	$(BIN)/mkdocs build --strict --quiet
 
 wheel: $(INSTALLED)

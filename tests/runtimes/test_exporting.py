@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import linvit
+from linvit.conversion import parse_plan
 from linvit.errors import LinvitError
-from linvit.runtimes import Exported, target, verifying
+from linvit.runtimes import Exported, folding, target, verifying
 from linvit.runtimes.coreml import check_structure
 from linvit.runtimes.exporting import picture_settings
 from linvit.runtimes.folding import fold
@@ -34,7 +35,7 @@ def small(plan: str = "mixa", **args: object) -> nn.Module:
     model = timm.create_model("vit_tiny_patch16_224", **{**size, **args})
     for weight in (p for p in model.parameters() if p.ndim == 2):
         nn.init.normal_(weight, std=0.2)  # at timm's 0.02 attention would add next to nothing
-    linvit.convert(model, plan, **({"keep": 1} if plan == "mixa" else {}))
+    linvit.convert(model, parse_plan(plan, **({"keep": 1} if plan == "mixa" else {})))
     return model.eval()
 
 
@@ -122,8 +123,8 @@ def test_wrong_preprocessing_is_found(exported: tuple[nn.Module, Exported]) -> N
 
 
 def test_an_export_that_departs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(model: nn.Module, images: torch.Tensor, *, scales: bool) -> None:
-        fold(model, images, scales=scales)
+    def spoil(model: nn.Module, images: torch.Tensor, **how: bool) -> None:
+        fold(model, images, **how)
         model.blocks[0].mlp.fc1.weight.data *= 1.1
 
     monkeypatch.setattr("linvit.runtimes.preparing.fold", spoil)
@@ -142,15 +143,37 @@ def test_pictures_are_prepared_as_timm_does(size: tuple[int, int], how: dict[str
         np.testing.assert_allclose(prepare(picture, settings, size), expected, atol=1e-6)
 
 
-def test_folding_changes_nothing() -> None:
-    for plan in ("stella", "mixa", "relu_linear", "softmax"):
-        model, images = small(plan), torch.randn(2, 3, 64, 64)
+@pytest.mark.parametrize("width", [32, 96])  # less and more than the 65 tokens
+def test_folding_changes_nothing(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "FEWEST_QUERIES", 30)  # of 65: blocks of queries, the last one short
+    monkeypatch.setattr(folding, "MAP_BYTES", 0)
+    joined = {"stella": [0, 1], "mixa": [1], "relu_linear": [0, 1], "softmax": []}
+    joined["stella:centre=true"] = []
+    for plan, layers in joined.items():
+        model, images = small(plan, embed_dim=width, num_heads=width // 16), torch.randn(2, 3, 64, 64)
+        for vector in (p for p in model.parameters() if p.ndim == 1):
+            nn.init.normal_(vector, 0.5, std=0.2)
         with torch.no_grad():
             wanted = model(images)
             fold(model, images, scales=True)
             torch.testing.assert_close(model(images), wanted, rtol=1e-4, atol=1e-5)
         assert model.blocks[0].attn.qkv is None
-        assert hasattr(model.blocks[1].attn, "heads_out") == (plan in ("stella", "mixa"))
+        assert [i for i, block in enumerate(model.blocks) if hasattr(block.attn, "heads_out")] == layers
+
+
+def test_folding_windows_with_a_bias_changes_nothing() -> None:
+    torch.manual_seed(0)
+    args = {"img_size": 32, "patch_size": 2, "window_size": 4, "depths": (2,), "embed_dim": 16, "num_heads": (2,)}
+    model = timm.create_model("swin_tiny_patch4_window7_224", **args, num_classes=5).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    linvit.convert(model, "relu_quadratic")
+    with torch.no_grad():
+        images = torch.randn(2, 3, 32, 32)
+        wanted = model(images)
+        fold(model, images, scales=True)
+        torch.testing.assert_close(model(images), wanted, rtol=1e-4, atol=1e-5)
+    assert "forward" in vars(model.layers[0].blocks[1].attn.mechanism)
 
 
 def test_positions_are_resampled_as_timm_does() -> None:

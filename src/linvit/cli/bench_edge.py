@@ -1,6 +1,7 @@
 """`linvit bench edge`: one image through a model and its converted selves, in the runtimes that devices have."""
 
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +28,9 @@ def edge(
     runtime: Annotated[
         str, typer.Option(help="Of eager, compiled, onnx, openvino and executorch, with commas.")
     ] = "eager,onnx,openvino",
+    files: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the exported files here; those that are there are used.")
+    ] = None,
     budget: Budget = 3.0,
     output: Output = None,
     resume: Resume = None,
@@ -38,7 +42,7 @@ def edge(
 
     Each is exported as `linvit export` does it, verified, and opened in a process of its own. In eager PyTorch also
     the share of the time that attention takes is measured, layer by layer. The ratio is the original's time divided by
-    the converted model's.
+    the converted model's. The plan auto leaves a model as it is in a runtime where it would not be faster.
 
     \b
     Example: linvit bench edge deit_tiny_patch16_224 --plan mixa:keep=6,stella --size 224,448 --plot edge.png
@@ -69,7 +73,7 @@ def edge(
             swaps = {text: partial(convert, plan=chosen, drop=given_up) for text, chosen in plans.items()}
             grid: dict[str, Any] = {"sizes": sizes, "threads": counts, "runtimes": which, "args": args}
             done = frozenset(latency.key(row) for row in file.rows)
-            rows = latency.sweep(name, swaps, **grid, done=done, budget=budget)
+            rows = latency.sweep(name, swaps, **grid, done=done, budget=budget, files=files)
             left = (1 + len(plans)) * len(sizes) * len(counts) * len(which) - len(done)
             result = file.fill(tracked(rows, f"timing {name}", left))
     if plot is not None:

@@ -94,7 +94,7 @@ def convert(
     if isinstance(plan, Auto):
         plan, studied = resolve(model, plan, named, pair, device)
     steps, kept = find_steps(model, plan, named, size=pair, impl=impl, quiet=quiet)
-    refuse_idle(model, plan, named, steps)
+    refuse_idle(model, plan, named, steps, by_times=studied is not None)
     filters = fit_filters(model, steps, pair) if quiet else {}
     before, tensors = dict(model.named_parameters()), model.state_dict().keys()
     counted = counted_macs(model, pair) if costs else {}
@@ -187,8 +187,11 @@ def find_steps(
     return steps, kept
 
 
-def refuse_idle(model: nn.Module, plan: Plan, named: Iterable[str], steps: list[Step]) -> None:
-    """A named feature that is dropped nowhere, now or before, is a mistake: the user means another model or plan."""
+def refuse_idle(
+    model: nn.Module, plan: Plan, named: Iterable[str], steps: list[Step], *, by_times: bool = False
+) -> None:
+    """A named feature that is dropped nowhere, now or before, is a mistake: the user means another model or plan. Not
+    where `auto` found by times that layers that have it are better left as they are."""
     gone = {feature for step in steps for feature in step.dropped}
     gone |= {feature for _, module in find_hosts(model) for feature in getattr(module, "given_up", ())}
     for feature in named:
@@ -202,6 +205,8 @@ def refuse_idle(model: nn.Module, plan: Plan, named: Iterable[str], steps: list[
             )
         honouring = next((step.mechanism.name for step in steps if step.name in having), None)
         if honouring is None:
+            if by_times:
+                continue
             raise LinvitError(f"drop names {feature}, but plan {plan.name} converts no layer that has it")
         raise LinvitError(
             f"drop names {feature}, which {honouring} honours and which cannot be taken out: leave it out"

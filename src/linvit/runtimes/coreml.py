@@ -6,6 +6,9 @@ operation. It runs on Apple's systems only, so a program made here is checked by
 
 from typing import Any
 
+import torch
+from torch.export import ExportedProgram
+
 from linvit.errors import LinvitError
 from linvit.runtimes.target import Job, Target
 
@@ -19,14 +22,24 @@ def write(job: Job) -> dict[str, Any]:
     precision = coremltools.precision.FLOAT32
     if job.precision == "fp16":
         precision = coremltools.transform.FP16ComputePrecision(op_selector=lambda op: not adds_over_tokens(op))
+    program = job.program.run_decompositions({})
+    leave_out_aliases(program)
     model = coremltools.convert(
-        job.program.run_decompositions({}),
+        program,
         minimum_deployment_target=coremltools.target.iOS17,
         compute_precision=precision,
         skip_model_load=True,
     )
     model.save(str(job.path))
     return {}
+
+
+def leave_out_aliases(program: ExportedProgram) -> None:
+    """Second names of a tensor, which decompositions leave behind and the converter does not know."""
+    for node in list(program.graph.nodes):
+        if node.target is torch.ops.aten.alias.default:
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
 
 
 def adds_over_tokens(op: Any) -> bool:

@@ -4,9 +4,13 @@ Each model is exported and verified as `linvit.export` does it, or saved where P
 in a process of its own: what it peaks at is its own memory. The processes are asked by turns, so that whatever happens
 to the machine meantime happens to all; a ratio is the median of the ratios within a turn. Beside the time stands the
 CPU's own, which on a machine that does other work too says more: with one thread it is the time on a free core.
+
+The plan `auto` is chosen by times in PyTorch. Here it is held against the original in each runtime first, and where
+that is not slower the model is left as it is: a row with `same_as`.
 """
 
 import copy
+import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 from linvit.conversion import find_hosts, save
 from linvit.errors import LinvitError
 from linvit.measurement.model_speed import Convert, random_model
+from linvit.measurement.record import source_digest
 from linvit.measurement.speed import failure
 from linvit.runtimes.exporting import export, find_target, picture_settings, size_of
 from linvit.runtimes.photographs import photographs
@@ -30,11 +35,13 @@ from linvit.runtimes.verifying import TOLERANCES, answers, compare, prepared
 
 PYTORCH = ("eager", "compiled")
 RUNTIMES = (*PYTORCH, "onnx", "openvino", "executorch")
-SOFTMAX = "softmax"
+ORIGINAL = "original"
 KEY = ("resolution", "threads", "runtime", "attention")
 WARM = 3  # calls before the clock starts
 LEAST, MOST = 5, 200  # turns
 VERIFIED = 2  # photographs
+AUTO = "auto"
+MARGIN = 0.97  # auto counts as faster when it takes less than this share of its original's time: clocks waver
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -52,56 +59,76 @@ def sweep(
     args: dict[str, Any],
     done: frozenset[tuple[Any, ...]] = frozenset(),
     budget: float = 3.0,
+    files: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows as they are measured: for each size, runtime and number of threads the original, then its twins."""
+    """Rows as they are measured: for each size, runtime and number of threads the original, then its twins. Exports are
+    kept in the folder `files`, and those that are there already are not made again."""
     for runtime in runtimes:
         if runtime not in PYTORCH:
             find_target(runtime).check("fp32", False)
-    for convert in converts.values():  # what cannot be converted is told before anything is measured
-        random_model(name, sizes[0], args, convert)
     for size in sizes:
-        models = {SOFTMAX: random_model(name, size, args)}
-        models |= {plan: random_model(name, size, args, convert) for plan, convert in converts.items()}
-        images = prepared(models[SOFTMAX], photographs(1), picture_settings(models[SOFTMAX]), size)
         pixels = size[0] if size[0] == size[1] else f"{size[0]}x{size[1]}"
-        for runtime in runtimes:
-            setting = {"resolution": pixels, "runtime": runtime}
-            rows = [{**setting, "threads": n, "attention": a} for n, a in product(threads, models)]
-            rows = [{name: row[name] for name in KEY} for row in rows]
-            rows = [row for row in rows if key(row) not in done]
-            if rows:
-                with TemporaryDirectory() as folder:
-                    yield from measure(rows, models, images, Path(folder), budget)
+        left: dict[str, list[list[dict[str, Any]]]] = {}
+        for runtime, count in product(runtimes, threads):
+            setting = {"resolution": pixels, "threads": count, "runtime": runtime}
+            rows = [{**setting, "attention": attention} for attention in (ORIGINAL, *converts)]
+            if any(key(row) not in done for row in rows):
+                left.setdefault(runtime, []).append(rows)
+        if not left:
+            continue
+        models = {ORIGINAL: random_model(name, size, args)}
+        models |= {plan: random_model(name, size, args, convert) for plan, convert in converts.items()}
+        for model in models.values():
+            fill_vectors(model)
+        images = prepared(models[ORIGINAL], photographs(1), picture_settings(models[ORIGINAL]), size)
+        for groups in left.values():
+            with TemporaryDirectory() as folder:
+                for row in measure(groups, models, images, files or Path(folder), budget):
+                    if key(row) not in done:  # of a group that was left half done all are timed again, for the ratios
+                        yield row
+
+
+def fill_vectors(model: nn.Module) -> None:
+    """Biases and the scales of norms as training would leave them, not zero and one: runtimes leave out what does
+    nothing."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for vector in (p for p in model.parameters() if p.ndim == 1):
+            vector += 0.02 * torch.randn(vector.shape, generator=generator)
 
 
 def measure(
-    rows: list[dict[str, Any]], models: Mapping[str, nn.Module], images: Tensor, folder: Path, budget: float
+    groups: list[list[dict[str, Any]]], models: Mapping[str, nn.Module], images: Tensor, folder: Path, budget: float
 ) -> Iterator[dict[str, Any]]:
     """The rows of one size in one runtime: the files first, then for each number of threads the times by turns."""
-    files: dict[str, Path] = {}
-    for attention in dict.fromkeys(row["attention"] for row in rows):
+    files: dict[str, Path | Exception] = {}
+    for row in groups[0]:
         try:
-            files[attention] = write(models[attention], rows[0]["runtime"], folder / attention_file(attention))
+            files[row["attention"]] = write(models[row["attention"]], row, folder)
         except Exception as error:  # one that cannot be exported must not cost the others
-            for row in rows:
-                if row["attention"] == attention:
-                    row |= failure(error)
-    for threads in dict.fromkeys(row["threads"] for row in rows):
-        together = [row for row in rows if row["threads"] == threads and row["attention"] in files]
-        time_together(together, models, images, files, budget)
-    yield from rows
+            files[row["attention"]] = error
+    for rows in groups:
+        for row in rows:
+            if isinstance(error := files[row["attention"]], Exception):
+                row |= failure(error)
+        written = {attention: path for attention, path in files.items() if isinstance(path, Path)}
+        time_together([row for row in rows if row["attention"] in written], models, images, written, budget)
+        yield from rows
 
 
-def attention_file(attention: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in attention)
-
-
-def write(model: nn.Module, runtime: str, stem: Path) -> Path:
-    """The model as the runtime opens it, verified where it is a file of another."""
+def write(model: nn.Module, row: dict[str, Any], folder: Path) -> Path:
+    """The model as the runtime opens it, verified where it is a file of another, under a name that tells which model
+    by which source it is."""
+    runtime, described = row["runtime"], f"{model} {row['attention']} {row['resolution']} {source_digest()}"
+    stem = folder / f"{type(model).__name__}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
     if runtime in PYTORCH:
-        save(model, stem)
+        if not stem.exists():
+            save(model, stem)
         return stem
-    return export(model, runtime, stem.with_suffix(find_target(runtime).suffix), count=VERIFIED).path
+    path = stem.with_suffix(find_target(runtime).suffix)
+    if not Path(f"{path}.json").exists():
+        export(model, runtime, path, count=VERIFIED)
+    return path
 
 
 def time_together(
@@ -127,15 +154,33 @@ def time_together(
                     opened.append((row, process))
             except Exception as error:
                 row |= failure(error)
+        opened, left = settle_auto(opened, array, budget)
         turns = by_turns([process for _, process in opened], array, budget) if opened else []
         for place, (row, process) in enumerate(opened):
             row["peak_bytes"] = process.timed(array, 1)["peak_bytes"]
             row["ms"], row["cpu_ms"] = (spread([turn[place][i] * 1e3 for turn in turns]) for i in (0, 1))
-            if opened[0][0]["attention"] == SOFTMAX:
+            if opened[0][0]["attention"] == ORIGINAL:
                 row["ratio"], row["cpu_ratio"] = (median(turn[0][i] / turn[place][i] for turn in turns) for i in (0, 1))
+        for row in left:
+            row |= {k: v for k, v in opened[0][0].items() if k not in KEY} | {"same_as": ORIGINAL}
     for row in rows:
         if row["status"] == "ok" and row["runtime"] == "eager":
             row["layers"] = layer_times(models[row["attention"]], images, row["threads"])
+
+
+def settle_auto(
+    opened: list[tuple[dict[str, Any], Process]], images: Any, budget: float
+) -> tuple[list[tuple[dict[str, Any], Process]], list[dict[str, Any]]]:
+    """What is to be timed, and the rows of `auto` that are not: the runtime has the original at least as fast."""
+    left: list[dict[str, Any]] = []
+    original = opened[0] if opened and opened[0][0]["attention"] == ORIGINAL else None
+    for row, process in opened:
+        if original is not None and row["attention"].partition(":")[0] == AUTO:
+            turns = by_turns([original[1], process], images, budget / 3)
+            which = 1 if row["threads"] == 1 else 0  # with one thread the CPU's own time says more
+            if median(ours[which] / theirs[which] for theirs, ours in turns) > MARGIN:
+                left.append(row)
+    return [pair for pair in opened if pair[0] not in left], left
 
 
 def by_turns(processes: list[Process], images: Any, budget: float) -> list[list[tuple[float, float]]]:

@@ -1,0 +1,77 @@
+"""`bench edge`: rows by turns, resumed in part, and `auto` that is never slower than the original."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import linvit
+from linvit.runtimes import latency
+
+
+class Clock:
+    """A process whose calls take as long as it is told."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def timed(self, images: Any, calls: int) -> dict[str, Any]:
+        return {"seconds": [self.seconds] * calls, "cpu_seconds": [self.seconds] * calls, "peak_bytes": 1}
+
+
+class Here:
+    """A process that is none: the folder's model in this one."""
+
+    def __init__(self, path: Path, **_: Any) -> None:
+        self.model = linvit.load(path).eval()
+
+    def run(self, images: np.ndarray) -> list[np.ndarray]:
+        with torch.no_grad():
+            return [self.model(torch.from_numpy(images)).numpy()]
+
+    def timed(self, images: Any, calls: int) -> dict[str, Any]:
+        return Clock(0.5).timed(images, calls)
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(0.009, False), (0.0099, True), (0.02, True)])
+def test_auto_that_is_not_faster_in_a_runtime_leaves_the_model_as_it_is(seconds: float, left: bool) -> None:
+    names = [latency.ORIGINAL, "auto:candidates=stella", "stella"]
+    opened: Any = [
+        ({"attention": name, "threads": 1}, Clock(t)) for name, t in zip(names, (0.01, seconds, 0.02), strict=True)
+    ]
+    timed, same = latency.settle_auto(opened, np.zeros(1), 0.001)
+    assert [row["attention"] for row in same] == (["auto:candidates=stella"] if left else [])
+    assert len(timed) == 3 - left
+
+
+def test_rows_of_a_group_that_was_left_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "Process", Here)
+    converts = {"stella": partial(linvit.convert, plan="stella")}
+    given: dict[str, Any] = {"sizes": [(160, 160)], "threads": [1], "runtimes": ("eager",), "args": {}}
+    rows = list(latency.sweep("test_vit", converts, **given, budget=0.01, files=tmp_path / "kept"))
+    assert [row["attention"] for row in rows] == ["original", "stella"]
+    assert all(row["status"] == "ok" and row["ratio"] == 1 and row["layers"] for row in rows)
+    kept = sorted((tmp_path / "kept").iterdir())
+    done = frozenset(latency.key(row) for row in rows[:1])
+    again = list(latency.sweep("test_vit", converts, **given, done=done, budget=0.01, files=tmp_path / "kept"))
+    assert [row["attention"] for row in again] == ["stella"] and again[0]["ratio"] == 1
+    assert set(kept) <= set((tmp_path / "kept").iterdir())
+    assert not list(latency.sweep("test_vit", converts, **given, done=frozenset(map(latency.key, rows))))
+
+
+def test_biases_are_not_left_out_because_they_are_zero() -> None:
+    model = timm.create_model("test_vit")
+    latency.fill_vectors(model)
+    assert all(bool((p != 0).all() and (p != 1).all()) for p in model.parameters() if p.ndim == 1)
