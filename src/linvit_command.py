@@ -16,8 +16,14 @@ def leave(*_: Any) -> None:
     os._exit(130)
 
 
-if "linvit" not in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, leave)  # this is the command, and nothing is under way before a verb is
+def leave_on_interrupt() -> None:
+    """For the command, which has nothing under way before a verb is; a program that hears Ctrl-C itself goes on so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+
+
+if "linvit" not in sys.modules:
+    leave_on_interrupt()
 
 import runpy  # noqa: E402
 from collections.abc import Sequence  # noqa: E402

@@ -92,8 +92,10 @@ def test_an_installed_package_is_found_by_its_entry_point(example: dict[str, str
 def test_a_module_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINVIT_MODULES", "no_such_module")
     monkeypatch.setattr(attention, "_complete", False)
-    with pytest.raises(LinvitError, match="the module no_such_module, which LINVIT_MODULES names, cannot be imported"):
+    with pytest.raises(
+        LinvitError, match="the module no_such_module, which --import or LINVIT_MODULES names, cannot be imported"
+    ):
         attention.list_mechanisms()
     monkeypatch.setenv("LINVIT_MODULES", "")
-    with pytest.raises(LinvitError, match="one of your own has to be imported, or named in LINVIT_MODULES"):
+    with pytest.raises(LinvitError, match="one of your own has to be imported, or named by --import or LINVIT_MODULES"):
         attention.create_attention("zzz")

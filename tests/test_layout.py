@@ -24,7 +24,7 @@ LAYERS = (
 )
 GROUND = {"clock", "codec", "errors", "files", "images", "version"}  # single files that every room may use
 ROOMS_OF_COMPARISON = ("reporting", "statistics", "scheduling", "description")
-ENTRIES = {"__init__.py", "__main__.py"}  # the package's own doors, which look at the rooms
+ENTRIES = {"__init__.py", "__main__.py", "starting.py"}  # the package's own doors, which look at the rooms
 
 
 def imported(file: Path, package: str = "linvit") -> set[str]:

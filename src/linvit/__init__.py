@@ -8,6 +8,7 @@ this costs little more than importing timm.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from linvit import starting  # noqa: F401  # before what takes long
 from linvit.attention import Capabilities, Mechanism, Rotary, TokenGrid, create_attention, list_mechanisms, register
 from linvit.conversion import (
     Choice,

@@ -1,5 +1,5 @@
 """`python -m linvit`."""
 
-from linvit.cli import main
+from linvit_command import main
 
 main()

@@ -56,14 +56,15 @@ def test_strides_do_not_matter(case: Case) -> None:
 def test_gradients(case: Case) -> None:
     grid = supported(case, TokenGrid(2, 3, 1))
     mechanism = case.build(grid, dtype=torch.float64, head_dim=4, impl="reference")
-    tensors = [t.requires_grad_() for t in inputs(grid, batch=1, head_dim=4, dtype=torch.float64, seed=3)]
+    used = inputs(grid, batch=1, head_dim=4, dtype=torch.float64, seed=3)[: 4 if mechanism.capabilities.input else 3]
+    tensors = [t.requires_grad_() for t in used]
     names = [n for n, p in mechanism.named_parameters() if p.requires_grad]
     parameters = [p for p in mechanism.parameters() if p.requires_grad]
 
     def through(*args: Tensor) -> Tensor:
-        q, k, v, x = args[:4]
-        kwargs = {"x": x} if mechanism.capabilities.input else {}
-        return torch.func.functional_call(mechanism, dict(zip(names, args[4:], strict=True)), (q, k, v, grid), kwargs)
+        (q, k, v, *x), values = args[: len(tensors)], args[len(tensors) :]
+        kwargs = {"x": x[0]} if x else {}
+        return torch.func.functional_call(mechanism, dict(zip(names, values, strict=True)), (q, k, v, grid), kwargs)
 
     assert torch.autograd.gradcheck(through, (*tensors, *parameters), eps=1e-6, atol=1e-6, rtol=1e-4)
 

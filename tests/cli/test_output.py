@@ -149,9 +149,19 @@ linvit_command.main(["list"])
 @pytest.mark.parametrize("name", ["typer", "torch"])
 def test_ctrl_c_while_things_are_imported(name: str) -> None:
     """Without a traceback, and with the shell's code for it."""
-    command = [sys.executable, "-c", SLOW, name]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == f"{name}\n"
+    interrupted([sys.executable, "-c", SLOW, name], name)
+
+
+def test_ctrl_c_while_python_m_linvit_imports(tmp_path: Path) -> None:
+    """Python imports the package before its command has a say."""
+    (tmp_path / "torch.py").write_text("import time\nprint('torch', flush=True)\ntime.sleep(30)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    interrupted([sys.executable, "-m", "linvit", "list"], "torch", env={**os.environ, "PYTHONPATH": path})
+
+
+def interrupted(command: list[str], importing: str, **how: Any) -> None:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+    assert process.stdout is not None and process.stdout.readline() == f"{importing}\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == output.INTERRUPTED and not err

@@ -21,6 +21,10 @@ def test_the_verb(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
     found = json.loads(linvit("report", str(store), "--json").out)
     assert [row["candidate"] for row in found["settings"][0]["rows"]].count("stella") == 1
     assert found["failures"][0]["key"] == digest(["inline", "scratch"])
+    damaged = next((store / "runs").glob("*.json"))
+    damaged.write_text("{}")
+    outcome = linvit("report", str(store), "-o", str(page))
+    assert outcome.code == 0 and f"{damaged.name} was left aside" in outcome.err
 
 
 def test_archives_and_folders_make_one_report(linvit: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -20,6 +21,8 @@ from linvit.conversion import open_model, open_original
 from linvit.conversion.hub import pushing
 from linvit.conversion.hub.fetching import repository
 from linvit.conversion.report import Source
+from linvit.tasks.kinds import kind_of
+from tests.cli.training import folder_of
 from tests.conversion.hugging import Case, transformers
 
 CASE = Case("ViTForImageClassification", "ViTConfig", {"num_labels": 3})
@@ -92,6 +95,26 @@ def test_a_model_of_transformers_opens_by_its_name(cache: Path, tmp_path: Path, 
     assert torch.equal(other.vit.embeddings.cls_token, original.vit.embeddings.cls_token)
 
 
+@pytest.mark.parametrize("where", ["hub", "folder"])
+def test_a_model_of_transformers_is_trained_by_its_name(cache: Path, tmp_path: Path, where: str) -> None:
+    """On the classes that it knows; for others it gets a classifier, which must learn before it can teach."""
+    theirs(tmp_path / "vit")
+    put(cache, "google/vit", tmp_path / "vit")
+    name = "google/vit" if where == "hub" else str(tmp_path / "vit")
+    quick: dict[str, Any] = {"settings": ["epochs=1", "batch_size=2", "precision=fp32"], "device": "cpu"}
+    photos = folder_of(tmp_path / "photos", train={"a": 2, "b": 2, "c": 2}, val={"a": 1, "b": 1, "c": 1})
+    trained = linvit.train(name, photos, plan="stella", **quick)
+    assert trained.steps == 5 and len(linvit.evaluate(name, photos, device="cpu").labels) == 3
+    others = folder_of(tmp_path / "others", train={"a": 2, "b": 2}, val={"a": 1, "b": 1})
+    with pytest.raises(LinvitError, match="vit has not learnt these 2 classes and cannot teach them: train it first"):
+        linvit.train(name, others, plan="stella", **quick)
+    first = linvit.train(name, others, "finetune", output=tmp_path / "run", **quick)
+    assert first.model is not None and first.model.config.num_labels == 2
+    linvit.train(tmp_path / "run" / "best", others, plan="stella", **quick)
+    transformers.ViTModel(CASE.build().config).save_pretrained(tmp_path / "bare")
+    assert kind_of(str(tmp_path / "bare")).task == "features" and kind_of(name).task == "classify"
+
+
 def test_a_converted_model_opens_with_transformers_own_classes(cache: Path, tmp_path: Path) -> None:
     model: Any = CASE.build()
     linvit.convert(model, "mixa", keep=1)
@@ -141,6 +164,14 @@ def test_what_cannot_be_opened_is_one_line(cache: Path, tmp_path: Path) -> None:
         open_model(str(tmp_path / "vit"))
 
 
+REAL = huggingface_hub.HfApi
+
+
+def accepted(call: str, *args: Any, **given: Any) -> None:
+    """Whether the hub's own API takes such a call."""
+    inspect.signature(getattr(REAL, call)).bind(None, *args, **given)
+
+
 class Api:
     """The few calls of the hub's API that a push makes, into a folder."""
 
@@ -152,14 +183,18 @@ class Api:
         self.calls.append(("token", token))
 
     def create_repo(self, repo: str, *, private: bool | None, exist_ok: bool) -> None:
+        accepted("create_repo", repo, private=private, exist_ok=exist_ok)
         if self.fails is not None:
             raise self.fails
         self.calls.append((repo, private))
 
     def create_branch(self, repo: str, *, branch: str, exist_ok: bool) -> None:
+        accepted("create_branch", repo, branch=branch, exist_ok=exist_ok)
         self.calls.append(("branch", branch))
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **given: Any) -> Any:
+        accepted("upload_folder", repo_id=repo_id, folder_path=folder_path, allow_patterns=allow_patterns, **given)
+        self.calls.append(("message", given["commit_message"]))
         self.root.mkdir()
         for file in allow_patterns:
             if (Path(folder_path) / file).is_file():
@@ -220,7 +255,7 @@ def test_a_pushed_model_comes_back(tmp_path: Path, api: type[Api]) -> None:
     (folder / "secret.txt").write_text("mine")
     address = linvit.push_to_hub(folder, "user/deit", revision="v1", private=True)
     assert address == "https://hub/user/deit/commit/1"
-    assert api.calls == [("token", None), ("user/deit", True), ("branch", "v1")]
+    assert api.calls[:3] == [("token", None), ("user/deit", True), ("branch", "v1")]
     assert {file.name for file in api.root.iterdir()} == {"config.json", "model.safetensors", "README.md"}
     picture = torch.randn(1, 3, 32, 32)
     with torch.no_grad():

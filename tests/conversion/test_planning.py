@@ -47,7 +47,7 @@ def swin() -> nn.Module:
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     """Times as they are told: a layer's by the mechanism it has, a whole model's by its layers and 10 for the rest."""
-    times = {"softmax": 4.0, "stella": 2.0, "relu_linear": 1.0, "relu_quadratic": 5.0}
+    times = {"softmax": 4.0, "stella": 2.0, "relu_linear": 1.0, "linear_window": 4.2, "relu_quadratic": 5.0}
 
     def cost(module: nn.Module) -> float:
         mechanism = getattr(module, "mechanism", None)

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from linvit.errors import LinvitError
+from linvit.kernels import linear
+from linvit.kernels.fused import rows_like, signature_of
 from linvit.kernels.linear import linear_attention
 from linvit.kernels.mobile import mobile
 from linvit.kernels.relu_quadratic import relu_quadratic
+from tests.kernels.conftest import ON_GPU
 from tests.kernels.linear_reference import FORMULAS, draw
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,3 +97,13 @@ def test_refuses_a_second_derivative(attend: Attention, device: torch.device) ->
     tensors = [draw(device, torch.float32, 1, 2, 9, 8, seed=s).requires_grad_() for s in range(3)]
     with pytest.raises(LinvitError, match="cannot be differentiated twice; use impl='reference'"):
         torch.autograd.grad(attend(*tensors).sum(), tensors, create_graph=True)
+
+
+@pytest.mark.skipif(ON_GPU, reason="ends the process there")
+def test_a_kernel_that_leaves_its_tensors_is_found(device: torch.device) -> None:
+    q, k, v = (draw(device, torch.float32, 1, 1, 20, 8, seed=seed) for seed in range(3))
+    nothing, formula = (None,) * 6, FORMULAS["relu"]
+    launch = linear.prepare("forward", signature_of(q, k, v), formula, linear.Beside.of(nothing, formula), False)
+    launch.phases[0](q, k, v, rows_like(v), *nothing)
+    with pytest.raises(Exception, match="outside of all tensors"):
+        launch.phases[0](q, k[:, :, :19].clone(), v, rows_like(v), *nothing)

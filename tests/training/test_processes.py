@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import linvit
+from linvit.training.checkpoints import resumes_after
 from linvit.training.config import Stage
+from linvit.training.engine.stopping import Stopped
 from linvit.training.logs import read_log
 from linvit.training.objectives.alignment import AttentionAlignment
 from linvit.training.objectives.teacher import Teacher
 from tests.training.test_engine import Disorderly
-from tests.training.toys import cross_entropy, small_model, train
+from tests.training.toys import cross_entropy, same, small_model, train, weights
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"optimiser": "sgd", "clip_norm": 0.5, "ema": 0.5, "accumulate": 2, "log_steps": 4}
@@ -56,7 +59,7 @@ from torch import distributed
 from linvit.training.processes import close_process_group
 from tests.training import test_processes as parts
 folder = Path(sys.argv[1])
-for part in (parts.plain, parts.disorderly, parts.mesa):
+for part in (parts.plain, parts.disorderly, parts.mesa, parts.stopped):
     right = part(folder / part.__name__)
     (folder / f"{part.__name__}-{distributed.get_rank()}").write_text(f"{right} {distributed.get_world_size()}")
 close_process_group()
@@ -120,6 +123,36 @@ def test_two_go_on_with_mesa_and_batch_norm(both: Path) -> None:
     """The average's statistics are in the loss, so processes must agree about them, and a checkpoint must have them.
     And without a GPU two processes are one run, though nobody says that the CPU is meant."""
     assert told(both, "mesa") == ["True 2", "True 2"]
+
+
+def stopped(folder: Path) -> bool:
+    """Whether a run that a signal to one of its processes stopped wrote one checkpoint and goes on as if it was not."""
+    settings = {"epochs": 2, "log_steps": 3}
+    made, _ = train(folder=folder / "whole", **settings)
+    processes, calls = made.processes, 0
+
+    def objective(model: Any, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and not processes.first:
+            signal.raise_signal(signal.SIGTERM)
+        return cross_entropy(model, images, targets)
+
+    try:
+        train(folder=folder / "run", objective=objective, **settings)
+    except Stopped as stop:
+        heard = stop.number
+    processes.gather_objects(None)  # the first one writes
+    written = [path.name for path in (folder / "run" / "checkpoints").glob("step-*")]
+    where = resumes_after(folder / "run")
+    made, _ = train(folder=folder / "run", resume=True, **settings)
+    again = same(weights(made.model), weights(linvit.load(folder / "whole" / "last")))
+    return (heard, len(written), where) == (signal.SIGTERM, 1, 3) and again
+
+
+def test_two_stop_when_one_is_told_to(both: Path) -> None:
+    """After the next line of the log, where they meet anyway."""
+    assert told(both, "stopped") == ["True 2", "True 2"]
 
 
 def plain(folder: Path, parts: int = 1) -> bool:

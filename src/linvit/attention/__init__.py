@@ -87,9 +87,8 @@ def list_mechanisms() -> list[str]:
 def mechanism_class(name: str) -> type[Mechanism]:
     """The class registered under `name`."""
     if name not in registry():
-        error = unknown("mechanism", name, registry())
-        own = "" if "did you mean" in str(error) else f"; one of your own has to be imported, or named in {VARIABLE}"
-        raise LinvitError(f"{error}{own}")
+        own = f"one of your own has to be imported, or named by --import or {VARIABLE}"
+        raise LinvitError(f"{unknown('mechanism', name, registry())} ({own})")
     return registry()[name]
 
 

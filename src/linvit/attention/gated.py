@@ -22,7 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linvit.attention import Call, Capabilities, Constant, EluPlusOne, LinearAttention, RowSum, Shape, Size, register
+from linvit.attention import (
+    Call,
+    Capabilities,
+    Constant,
+    EluPlusOne,
+    Fusion,
+    LinearAttention,
+    RowSum,
+    Shape,
+    Size,
+    register,
+)  # fmt: skip
 from linvit.attention.local import Filter, Gate, GridConv, run
 from linvit.attention.options import ConvWidth
 
@@ -92,6 +103,17 @@ class MALA(GatedLinear):
         mean = call.keep(phi_k).sum(-2, keepdim=True) / call.keys
         length = phi_q @ mean.transpose(-2, -1)
         return torch.cat((phi_q * (1 + 1 / (length + 1e-6)), -length), dim=-1), F.pad(phi_k, (0, 1), value=1.0)
+
+    def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
+        """The same about the mean key, as long as no position turns that: weights of a row are large and of both signs
+        but sum to one, and what they cancel to is less than bfloat16 can tell of them."""
+        fusion = super().fusion(q, k, call)
+        if isinstance(fusion, str) or call.rotary is not None:
+            return fusion
+        mean = call.keep(fusion.k).sum(-2, keepdim=True) / call.keys
+        total = fusion.q @ mean.transpose(-2, -1)
+        phi_q, phi_k = fusion.q[..., :-1], fusion.k[..., :-1] - mean[..., :-1]
+        return replace(fusion, q=torch.cat((phi_q, total), dim=-1), k=F.pad(phi_k, (0, 1), value=1.0))
 
     def width(self, head_dim: int) -> int:
         return head_dim + 1

@@ -33,5 +33,5 @@ def import_plugins() -> None:
             raise
         except Exception as error:
             raise LinvitError(
-                f"the module {name}, which {VARIABLE} names, cannot be imported: {reason(error)}"
+                f"the module {name}, which --import or {VARIABLE} names, cannot be imported: {reason(error)}"
             ) from error

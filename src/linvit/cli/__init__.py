@@ -6,6 +6,7 @@ anything heavy (torch, timm, matplotlib) inside the function. `linvit.cli.output
 the progress bar. For a user's mistake raise LinvitError; `main` prints it as one line and exits with 2.
 """
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ app = make_app()
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when it did what was asked, 2 for a user's mistake."""
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # advice of torch.compile, and not ours
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # what torchao, beside transformers, is told
     settle_streams()
     try:
         try:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 # The conversion that a verb makes: read by `linvit.conversion.parse_plan` and `split_plans`.
-PlanText = Annotated[str, typer.Option(metavar="PLAN", help="A plan or mechanism, as mixa:keep=6, or a plan's JSON.")]
+PlanText = Annotated[
+    str, typer.Option("--plan", metavar="PLAN", help="A plan or mechanism, as mixa:keep=6, or a plan's JSON.")
+]
 PlanTexts = Annotated[str, typer.Option(metavar="PLANS", help="Plans or mechanisms, such as stella,mixa:keep=6.")]
 PlanOptions = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the plan.")]
 Keep = Annotated[int | None, typer.Option("--keep", min=0, help="So many layers stay quadratic (mixa) or as they are.")]

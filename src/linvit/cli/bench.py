@@ -97,7 +97,9 @@ def model(
     ] = "",
     plan: Annotated[
         str,
-        typer.Option(metavar="PLAN", help="A plan or mechanism; of detectors and segmenters several, with commas."),
+        typer.Option(
+            "--plan", metavar="PLAN", help="A plan or mechanism; of detectors and segmenters several, with commas."
+        ),
     ] = "stella",
     option: arguments.PlanOptions = None,
     keep: arguments.Keep = None,

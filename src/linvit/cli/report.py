@@ -40,6 +40,8 @@ def report(
     for path in targets:
         check_file(path)
     contents = write_report(stores, output)
+    if not as_json:
+        say(*contents.results.notes, err=True)
     for name, make in ((md, markdown), (csv, spreadsheet)):
         if name == "-":
             sys.stdout.write(make(contents))

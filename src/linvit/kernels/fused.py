@@ -105,7 +105,7 @@ def power_of_two(n: int) -> int:
 
 
 def in_units(itemsize: int, *strides: Strides) -> tuple[int, tuple[int, ...]]:
-    """A unit, 16 bytes where that divides them all, and strides of batch, heads and tokens in it; channels' as they are.
+    """A unit, 16 bytes where that divides all of them, and strides of batch, heads and tokens in it; channels' are not.
 
     Triton knows of an argument only whether 16 divides it. It does not divide the 72 channels of a head, and all reads
     of those would be two bytes wide; multiplied inside the kernel by a constant unit, strides show that 8 does.

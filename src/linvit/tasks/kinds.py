@@ -1,5 +1,6 @@
 """What `linvit.train` and `linvit.evaluate` ask of a kind of task; each task answers it."""
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 
 from linvit.conversion import Plan, open_model
-from linvit.conversion.hub.fetching import kind_in, repository
+from linvit.conversion.hub.fetching import CONFIG, fetch_model, kind_in, repository
 from linvit.conversion.rebuilding import hugging
-from linvit.conversion.saving import read_config
+from linvit.conversion.saving import SavedConfig, read_config
 from linvit.errors import LinvitError
 from linvit.images import Progress, quiet
 from linvit.models.dense import HEADS
@@ -24,6 +25,7 @@ Model = nn.Module | str | Path
 Note = Callable[[str], None]
 DEFAULT_HEADS = {"detect": "faster_rcnn", "segment": "semantic_fpn"}
 TASKS = ("classify", *DEFAULT_HEADS, "features")
+OTHERS = ("transformers", "timm")  # who saves models besides linvit
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,11 @@ def is_bare(model: Model) -> bool:
     if isinstance(model, nn.Module):
         bare = hugging(model) and type(model).__name__.endswith("Model")
         return bare or getattr(model, "num_classes", None) == 0
-    if is_name(model):
-        return False
-    config = read_config(Path(model))
-    bare = config.model.startswith("transformers:") and config.model.endswith("Model")
-    return bare or config.args.get("num_classes") == 0
+    config, theirs = saved_config(model), others_config(model)
+    if config is not None:
+        bare = config.model.startswith("transformers:") and config.model.endswith("Model")
+        return bare or config.args.get("num_classes") == 0
+    return str((theirs.get("architectures") or [""])[0]).endswith("Model") or theirs.get("num_classes") == 0
 
 
 def start_model(model: Model, seed: int, *, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
@@ -153,13 +155,36 @@ def is_name(model: Model) -> bool:
     return found is None or found.name.startswith("timm/")
 
 
+def folder_of(model: Model) -> Path | None:
+    """Where a saved model lies, that of the hub where its cache has it; none for a timm name and for a module."""
+    if isinstance(model, nn.Module) or is_name(model):
+        return None
+    found = None if Path(model).is_dir() else repository(str(model))
+    return Path(model) if found is None else fetch_model(found, weights=False)
+
+
+def saved_config(model: Model) -> SavedConfig | None:
+    """What linvit noted beside a model that it saved; none for others."""
+    folder = folder_of(model)
+    return None if folder is None or kind_in(folder) in OTHERS else read_config(folder)
+
+
+def others_config(model: Model) -> dict[str, Any]:
+    """What transformers or timm noted beside a model that they saved; nothing for others."""
+    folder = folder_of(model)
+    if folder is None or kind_in(folder) not in OTHERS:
+        return {}
+    found: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return found
+
+
 def name_of(model: Model) -> str:
     """The name that a recipe may go by: of a saved model its own, not its folder's."""
     if isinstance(model, nn.Module):
         noted: Any = getattr(model, "linvit_origin", {})
         return str(noted.get("name") or (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or "")
-    ours = Path(model).is_dir() and kind_in(Path(model)) not in ("transformers", "timm")
-    return read_config(Path(model)).model if ours else str(model)
+    ours = saved_config(model)
+    return str(model) if ours is None else ours.model
 
 
 def described(what: Model | Plan | None) -> Any:

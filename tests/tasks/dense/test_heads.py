@@ -26,16 +26,20 @@ KINDS: dict[str, dict[str, Any]] = {
         "backbone_args": {**VIT, "patch_size": 8},
         "pyramid_args": {"width": 32},
     },
-    "adapter": {"backbone": "vit_tiny_patch16_224", "backbone_args": {**VIT, "embed_dim": 24, "num_heads": 2}},
+    "adapter": {
+        "backbone": "vit_tiny_patch16_224",
+        "backbone_args": {**VIT, "embed_dim": 24, "num_heads": 2},
+        "pyramid_args": {"stem_width": 16, "heads": 2, "points": 2},
+    },
 }
-RCNN = {"width": 32, "hidden": 64, "anchor_sizes": (8, 16, 32, 64, 128), "proposals": 64, "samples": 64}
+RCNN = {"width": 16, "hidden": 32, "anchor_sizes": (8, 16, 32, 64, 128), "proposals": 32, "samples": 32}
 QUERIES = {"channels": 32, "queries": 10, "pixel_layers": 1, "layers": 2, "heads": 4, "points": 256}
 # How each head is made small, and for how many steps at which rate it learns.
 SMALL: dict[str, tuple[dict[str, Any], int, float]] = {
-    "faster_rcnn": (RCNN, 70, 3e-3),
-    "mask_rcnn": (RCNN, 60, 3e-3),
-    "cascade_mask_rcnn": (RCNN, 50, 2e-3),
-    "picodet": ({"size": "s"}, 80, 8e-3),
+    "faster_rcnn": (RCNN, 60, 4e-3),
+    "mask_rcnn": (RCNN, 45, 5e-3),
+    "cascade_mask_rcnn": (RCNN, 40, 4e-3),
+    "picodet": ({"size": "s"}, 70, 1e-2),
     "semantic_fpn": ({"channels": 32, "head_channels": 32}, 50, 8e-3),
     "upernet": ({"channels": 32, "auxiliary_channels": 16, "dropout": 0.0}, 80, 8e-3),
     "mask2former": ({**QUERIES, "pixel_feedforward": 64, "feedforward": 64}, 25, 5e-3),

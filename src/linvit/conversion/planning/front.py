@@ -21,7 +21,7 @@ from linvit.conversion.planning.timing import Setting, time_layers, time_models
 from linvit.conversion.sensitivity import first_images, outputs, turn
 from linvit.errors import LinvitError, NotHonoured
 
-CANDIDATES = ("stella", "relu_linear", "relu_quadratic")
+CANDIDATES = ("stella", "relu_linear", "linear_window", "relu_quadratic")
 MARGIN = 0.97  # a layer counts as faster when it takes less than this share of its original's time: clocks waver
 
 

@@ -16,6 +16,7 @@ from linvit.kernels.fused import (
     Given,
     Launch,
     Strides,
+    in_units,
     launch_cache,
     processors,
     rows_like,
@@ -101,24 +102,28 @@ def prepare(
     if what == "backward":
         from linvit.kernels.linear.gradients import backward_kernel as kernel
 
-        dq, dk, dv = d_strides
-        others = (*grad_strides, *part_strides(layout, q, dq), *part_strides(layout, k, dk), *dv[:3])
+        parts = tuple(part_strides(layout, *of) for of in zip((q, k), d_strides[:2], strict=True))
+        strides += (grad_strides, *(part[1:] for part in parts), d_strides[2][:3])
+        apart = tuple(part[0] for part in parts)
     else:
-        others = (queries * heads * value_dim, value_dim, heads * value_dim, 1)
+        strides.append((queries * heads * value_dim, value_dim, heads * value_dim, 1))
+        apart = ()
     if what == "state":
         how = replace(how, phases=("keys",))
     columns = (layout.key_width + layout.key_rest, layout.value_width + layout.value_rest, heads % layout.group)
     padded = (columns[0], columns[1] * layout.value_blocks, columns[2]) != (head_dim, value_dim, 0)
     *turn, turned = beside.turn
+    unit, strides = in_units(dtype.itemsize, *strides)
     values = (
-        *(stride for of in strides for stride in of), *others, *(beside.mask or (0, 0)), *turn,
+        *strides, *apart, *(beside.mask or (0, 0)), *turn,
         *(heads, queries, keys, queries - turned, how.query_chunk, how.key_chunk),
         *(formula.scale, formula.eps, formula.feature_eps, formula.own, formula.norm_eps),
     )  # fmt: skip
     constants = (
         *(formula.feature, formula.row_sum, formula.clamp, formula.squared, formula.own != 0, formula.norm),
         *(formula.turn, head_dim, value_dim, layout.group, layout.key_width, layout.key_rest),
-        *(layout.value_width, layout.value_rest, layout.value_blocks, how.block, padded),
+        *(layout.value_width, layout.value_rest, layout.value_blocks, how.block),
+        *(how.block if formula.turn else how.state_block, unit, padded),
         *fused.operands(dtype, device.type == "cpu"),
     )
     options = {"num_warps": how.num_warps, "num_stages": how.num_stages, "maxnreg": how.registers}

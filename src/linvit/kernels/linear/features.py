@@ -12,32 +12,64 @@ from linvit.kernels.linear import tiles
 
 
 @triton.jit
-def feature_map(x, ok, eps, FEATURE: tl.constexpr, G: tl.constexpr):
-    """phi(x) in float32; zero where `ok`, of rows and columns, is not."""
+def exp(x, less):
+    """e to the x − less, in two instructions: what is less than float32's smallest normal number is zero."""
+    if tiles.INTERPRETED:
+        x = tl.exp(x - less)
+    else:
+        power = x * 1.4426950408889634 - less * 1.4426950408889634
+        x = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return x
+
+
+@triton.jit
+def feature_map(x, rows, ok, eps, FEATURE: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr):
+    """phi(x) in float32; zero in columns that are not `ok`, and in rows that are not, where they are given.
+
+    Without those, rows that do not exist are those of zeros.
+    """
     if FEATURE == "direction":
-        f = tiles.divided(x, tl.maximum(tl.sqrt(tiles.head_sums(x, x, G)), eps), G)
+        f = tiles.scaled(x, 1 / tl.maximum(tl.sqrt(tiles.head_sums(x, x, G)), eps), G)
     elif FEATURE == "square":
-        u = tiles.divided(x, tl.sqrt(tiles.head_sums(x, x, G)) + eps, G)
+        u = tiles.scaled(x, inverse_length(x, eps, G), G)
         squares = products(u, u)
-        f = tiles.divided(squares, tl.sqrt(tiles.head_sums(squares, squares, G)) + eps, G)
+        f = tiles.scaled(squares, inverse_length(squares, eps, G), G)
     elif FEATURE == "softmax":
-        f = _softmax(x, ok, G)
+        f = _softmax(x, ok, PADDED, G)
     else:
         f = ()
         for i in tl.static_range(len(x)):
-            f += (_elementwise(x[i], ok[i], FEATURE),)
+            f += (_elementwise(x[i], rows, ok[i], FEATURE, PADDED),)
     return f
 
 
 @triton.jit
-def _elementwise(x, ok, FEATURE: tl.constexpr):
+def _elementwise(x, rows, ok, FEATURE: tl.constexpr, PADDED: tl.constexpr):
     if FEATURE == "relu":
         x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif FEATURE == "elu_plus_one":
-        x = tl.where(ok, tl.where(x > 0, x + 1, tl.exp(tl.minimum(x, 0.0))), 0.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + exp(tl.minimum(x, 0.0), 0.0)
+        x = _held(x, rows, ok, PADDED)
     elif FEATURE == "sigmoid":
-        x = tl.where(ok, tl.sigmoid(x), 0.0)
+        x = _held(1 / (1 + exp(-x, 0.0)), rows, ok, PADDED)
     return x
+
+
+@triton.jit
+def _held(x, rows, ok, PADDED: tl.constexpr):
+    """Zero in other rows, if there are any, and in columns that are padding."""
+    if PADDED:
+        x = tl.where(ok, x, 0.0)
+    if rows is not None:
+        x = tl.where(rows, x, 0.0)
+    return x
+
+
+@triton.jit
+def inverse_length(x, eps, G: tl.constexpr):
+    return 1 / (tl.sqrt(tiles.head_sums(x, x, G)) + eps)
 
 
 @triton.jit
@@ -49,18 +81,18 @@ def products(x, y):
 
 
 @triton.jit
-def _softmax(x, ok, G: tl.constexpr):
+def _softmax(x, ok, PADDED: tl.constexpr, G: tl.constexpr):
     """Over the channels of a head."""
     held = ()
     for i in tl.static_range(len(x)):
-        held += (tl.where(ok[i], x[i], -3e38),)
+        held += (tl.where(ok[i], x[i], -3e38) if PADDED else x[i],)
     most = tiles.head_maxima(held, G)
     f, ones = (), ()
     for i in tl.static_range(len(x)):
-        f += (tl.where(ok[i], tl.exp(x[i] - tiles.spread(most, G, x[i].shape[1] // G)), 0.0),)
+        f += (_held(exp(x[i], tiles.spread(most, G, x[i].shape[1] // G)), None, ok[i], PADDED),)
         ones += (1.0,)
     total = tl.maximum(tiles.head_sums(f, ones, G), 1e-30, propagate_nan=tl.PropagateNan.ALL)
-    return tiles.divided(f, total, G)
+    return tiles.scaled(f, 1 / total, G)
 
 
 @triton.constexpr_function
@@ -108,23 +140,14 @@ def _larger(most, k, keep):
 
 
 @triton.jit
-def valid(rows, ok):
-    """Which numbers of the pieces exist."""
-    out = ()
-    for i in tl.static_range(len(ok)):
-        out += (rows & ok[i],)
-    return out
-
-
-@triton.jit
-def key_features(k, ok, shift, eps, FEATURE: tl.constexpr, G: tl.constexpr):
+def key_features(k, keep, ok, shift, eps, FEATURE: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr):
     """phi(k); of a softmax over tokens exp(k − shift), still to be divided by its sum over the tokens."""
     if over_tokens(FEATURE):
         f = ()
         for i in tl.static_range(len(k)):
-            f += (tl.where(ok[i], tl.exp(k[i] - shift[i]), 0.0),)
+            f += (_held(exp(k[i], shift[i]), keep, ok[i], PADDED),)
     else:
-        f = feature_map(k, ok, eps, FEATURE, G)
+        f = feature_map(k, keep, ok, eps, FEATURE, PADDED, G)
     return f
 
 
@@ -144,14 +167,14 @@ def feature_gradient(x, f, df, eps, FEATURE: tl.constexpr, G: tl.constexpr):
     if FEATURE == "direction":
         length = tl.sqrt(tiles.head_sums(x, x, G))
         along = tl.where(length > eps, tiles.head_sums(f, df, G), 0.0)
-        dx = tiles.divided(tiles.plus(df, tiles.scaled(f, -along, G)), tl.maximum(length, eps), G)
+        dx = tiles.scaled(tiles.plus(df, tiles.scaled(f, -along, G)), 1 / tl.maximum(length, eps), G)
     elif FEATURE == "square":
-        length = tl.sqrt(tiles.head_sums(x, x, G)) + eps
-        u = tiles.divided(x, length, G)
+        inverse = inverse_length(x, eps, G)
+        u = tiles.scaled(x, inverse, G)
         squares = products(u, u)
-        length *= tl.sqrt(tiles.head_sums(squares, squares, G)) + eps
+        inverse *= 2 * inverse_length(squares, eps, G)
         across = tiles.plus(df, tiles.scaled(f, -tiles.head_sums(f, df, G), G))
-        dx = tiles.divided(products(tiles.plus(u, u), across), length, G)
+        dx = tiles.scaled(products(u, across), inverse, G)
     elif FEATURE == "softmax":
         dx = products(f, tiles.plus(df, _minus(tiles.head_sums(f, df, G), f, G)))
     else:

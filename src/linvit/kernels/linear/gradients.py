@@ -19,7 +19,7 @@ def weighted_sums(total, f, weight, G: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _weighted_sum(total, f, weight, G: tl.constexpr, PRECISION: tl.constexpr):
     P: tl.constexpr = 16 // G if G < 16 else 1
-    if G > 2 and f.dtype == tl.float32 and PRECISION == "tf32":  # Triton 3.6 fails to compile this product
+    if f.dtype == tl.float32 and (G > 2 or PRECISION == "tf32x3"):  # Triton 3.6 fails with these products
         total += tl.sum(f * tiles.spread(weight, G, f.shape[1] // G), 0)[:, None]
     else:
         weight = tl.broadcast_to(weight, [weight.shape[0], 16]) if G == 1 else tiles.spread(weight, G, P)
@@ -95,7 +95,7 @@ def query_gradient_phase(q_tile, g_tile, v_tile, dq_tile, dv_tile, mask, q_n, g_
         ours = ((tokens >= own_begin) & (tokens < own_end))[:, None]
         q = tiles.as_type(tiles.load(q_tile, start, q_n, rows, q_ok, PADDED), tl.float32)
         g = tiles.load(g_tile, start, g_n, rows, v_ok, PADDED)
-        f = features.feature_map(q, features.valid(rows, q_ok), feature_eps, FEATURE, G)
+        f = features.feature_map(q, None, q_ok, feature_eps, FEATURE, PADDED, G)
         met = f
         if TURN != "":
             cos = features.angles(turn_cos, start, tokens, end, 1)
@@ -174,7 +174,7 @@ def key_gradient_phase(k_tile, v_tile, dk_tile, dv_tile, mask, k_n, v_n, dk_n, d
         keep = tiles.kept(mask, mask_n, tokens, end)
         k = tiles.as_type(tiles.load(k_tile, start, k_n, keep, k_ok, PADDED), tl.float32)
         v = tiles.load(v_tile, start, v_n, keep, v_ok, PADDED)
-        f = features.key_features(k, features.valid(keep, k_ok), shift, feature_eps, FEATURE, G)
+        f = features.key_features(k, keep, k_ok, shift, feature_eps, FEATURE, PADDED, G)
         df = tiles.times_transposed(tiles.as_type(v, COMPUTE), d_state, PRECISION)
         met = f
         if TURN != "":
@@ -204,19 +204,27 @@ def key_gradient_phase(k_tile, v_tile, dk_tile, dv_tile, mask, k_n, v_n, dk_n, d
 def backward_kernel(
     q, k, v, g, dq, dk, dv, mask, cos, sin, constant, d_constant, shift, state, d_state,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
-    dq_s, dq_b, dq_h, dq_n, dk_s, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, mask_b, mask_n,
+    dq_b, dq_h, dq_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, dq_s, dk_s, mask_b, mask_n,
     cos_b, cos_h, cos_n, cos_d, heads, queries, keys, prefix, query_chunk, key_chunk,
     scale, eps, feature_eps, own, norm_eps,
     PHASE: tl.constexpr, FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CLAMP: tl.constexpr, SQUARED: tl.constexpr,
     OWN: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, VD: tl.constexpr, G: tl.constexpr,
     DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    PADDED: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    STATE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PADDED: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`d_constant` gets each program's share of the constant's gradient, where it is wanted."""
     C: tl.constexpr = G * DW + DR
     V: tl.constexpr = G * VW + VR
     NUMBERS: tl.constexpr = C * V + C + V + G * VW
     CONSTANT: tl.constexpr = constant is not None
+    q_b, q_h, q_n = tiles.strides(q_b, q_h, q_n, UNIT)
+    k_b, k_h, k_n = tiles.strides(k_b, k_h, k_n, UNIT)
+    v_b, v_h, v_n = tiles.strides(v_b, v_h, v_n, UNIT)
+    g_b, g_h, g_n = tiles.strides(g_b, g_h, g_n, UNIT)
+    dq_b, dq_h, dq_n = tiles.strides(dq_b, dq_h, dq_n, UNIT)
+    dk_b, dk_h, dk_n = tiles.strides(dk_b, dk_h, dk_n, UNIT)
+    dv_b, dv_h, dv_n = tiles.strides(dv_b, dv_h, dv_n, UNIT)
     pid, chunk = tl.program_id(0), tl.program_id(1)
     groups = tl.cdiv(heads, G)
     head = pid // BLOCKS % groups * G
@@ -226,6 +234,7 @@ def backward_kernel(
     k_ok, v_ok = tiles.columns(head, heads, 0, D, G, DW, DR), tiles.columns(head, heads, first, VD, G, VW, VR)
     k_tile = tiles.tiles(k, batch, head, 0, k_b, k_h, k_n, k_d, BLOCK, G, DW, DR)
     v_tile = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, BLOCK, G, VW, VR)
+    state_k = tiles.tiles(k, batch, head, 0, k_b, k_h, k_n, k_d, STATE_BLOCK, G, DW, DR)
     dv_tile = tiles.tiles(dv, batch, head, first, dv_b, dv_h, dv_n, 1, BLOCK, G, VW, VR)
     if mask is not None:
         mask += batch.to(tl.int64) * mask_b
@@ -238,7 +247,7 @@ def backward_kernel(
         if SQUARED:
             slope = 2 * c
             c = c * c
-    shifts = features.shifts_of(shift, k_tile, mask, k_n, mask_n, keys, batch, heads, head, k_ok, PADDED,
+    shifts = features.shifts_of(shift, state_k, mask, k_n, mask_n, keys, batch, heads, head, k_ok, PADDED,
                                 FEATURE, D, G, DW)  # fmt: skip
     if d_state is not None:
         place = pid.to(tl.int64)
@@ -249,8 +258,9 @@ def backward_kernel(
     if state is not None:
         s, key_sum, value_sum, count = tiles.load_state(state + pid.to(tl.int64) * NUMBERS, G * DW, DR, G * VW, VR)
     elif PHASE != "keys":
+        state_v = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, STATE_BLOCK, G, VW, VR)
         s, key_sum, value_sum, count = kernels.keys_phase(
-            k_tile, v_tile, mask, k_n, v_n, mask_n, 0, keys, k_ok, v_ok, shifts, turn_cos, turn_sin, feature_eps,
+            state_k, state_v, mask, k_n, v_n, mask_n, 0, keys, k_ok, v_ok, shifts, turn_cos, turn_sin, feature_eps,
             FEATURE, ROW_SUM, CONSTANT, TURN, PADDED, G, OPERAND, PRECISION)  # fmt: skip
     if PHASE == "keys":
         ds, d_key_sum, d_value_sum, d_count = tiles.load_state(d_state, G * DW, DR, G * VW, VR)

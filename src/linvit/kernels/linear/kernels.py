@@ -38,10 +38,9 @@ def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, s
         keep = tiles.kept(mask, mask_n, tokens, end)
         k = tiles.as_type(tiles.load(k_tile, start, k_n, keep, k_ok, PADDED), tl.float32)
         v = tiles.load(v_tile, start, v_n, keep, v_ok, PADDED)
-        f = features.key_features(k, features.valid(keep, k_ok), shift, feature_eps, FEATURE, G)
+        f = features.key_features(k, keep, k_ok, shift, feature_eps, FEATURE, PADDED, G)
         if ROW_SUM or features.over_tokens(FEATURE):
-            ones = (tl.full([BLOCK, 16], 1.0, OPERAND),)
-            key_sums = tiles.add_products(key_sums, tiles.as_type(f, OPERAND), ones, PRECISION)
+            key_sums = tiles.add_row(key_sums, tiles.as_type(f, OPERAND), PRECISION)
         if TURN != "":
             cos = features.angles(turn_cos, start, tokens, end, 1)
             sin = features.angles(turn_sin, start, tokens, end, 0)
@@ -67,7 +66,7 @@ def queries_phase(q_tile, v_tile, out_tile, mask, q_n, v_n, out_n, mask_n, begin
         tokens = start + tl.arange(0, BLOCK)
         rows = (tokens < end)[:, None]
         q = tiles.as_type(tiles.load(q_tile, start, q_n, rows, q_ok, PADDED), tl.float32)
-        f = features.feature_map(q, features.valid(rows, q_ok), feature_eps, FEATURE, G)
+        f = features.feature_map(q, None, q_ok, feature_eps, FEATURE, PADDED, G)
         met = f
         if TURN != "":
             cos = features.angles(turn_cos, start, tokens, end, 1)
@@ -99,20 +98,25 @@ def forward_kernel(
     PHASE: tl.constexpr, FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CLAMP: tl.constexpr, SQUARED: tl.constexpr,
     OWN: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, VD: tl.constexpr, G: tl.constexpr,
     DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    PADDED: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    STATE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PADDED: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = G * DW + DR
     V: tl.constexpr = G * VW + VR
     NUMBERS: tl.constexpr = C * V + C + V + G * VW
     CONSTANT: tl.constexpr = constant is not None
+    q_b, q_h, q_n = tiles.strides(q_b, q_h, q_n, UNIT)
+    k_b, k_h, k_n = tiles.strides(k_b, k_h, k_n, UNIT)
+    v_b, v_h, v_n = tiles.strides(v_b, v_h, v_n, UNIT)
+    out_b, out_h, out_n = tiles.strides(out_b, out_h, out_n, UNIT)
     pid, chunk = tl.program_id(0), tl.program_id(1)
     groups = tl.cdiv(heads, G)
     head = pid // BLOCKS % groups * G
     batch = pid // (BLOCKS * groups)
     first = pid % BLOCKS * VW
     k_ok, v_ok = tiles.columns(head, heads, 0, D, G, DW, DR), tiles.columns(head, heads, first, VD, G, VW, VR)
-    v_tile = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, BLOCK, G, VW, VR)
-    k_tile = tiles.tiles(k, batch, head, 0, k_b, k_h, k_n, k_d, BLOCK, G, DW, DR)
+    v_tile = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, STATE_BLOCK, G, VW, VR)
+    k_tile = tiles.tiles(k, batch, head, 0, k_b, k_h, k_n, k_d, STATE_BLOCK, G, DW, DR)
     if mask is not None:
         mask += batch.to(tl.int64) * mask_b
     turn_cos = features.turns(cos, batch, head, heads, cos_b, cos_h, cos_n, cos_d, prefix, TURN, D, BLOCK, G, DW, DR)
@@ -146,6 +150,7 @@ def forward_kernel(
         if features.over_tokens(FEATURE):
             s = tiles.averaged(s, key_sum)
         q_tile = tiles.tiles(q, batch, head, 0, q_b, q_h, q_n, q_d, BLOCK, G, DW, DR)
+        v_tile = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, BLOCK, G, VW, VR)
         out_tile = tiles.tiles(out, batch, head, first, out_b, out_h, out_n, out_d, BLOCK, G, VW, VR)
         begin, end = chunk * query_chunk, min(queries, (chunk + 1) * query_chunk)
         queries_phase(

@@ -110,7 +110,8 @@ class Split:
     query_chunk: int
     key_chunk: int
     chunks: int
-    block: int
+    block: int  # tokens of a tile
+    state_block: int  # of those that a state is computed from
     num_warps: int
     num_stages: int
     registers: int | None  # at most, per thread
@@ -156,4 +157,4 @@ def split_of(
         chunks = 2
     query_chunk, key_chunk = (max(block, -(-n // (chunks * block)) * block) for n in (queries, keys))
     chunks = max(-(-queries // query_chunk), -(-keys // key_chunk))
-    return Split(phases, query_chunk, key_chunk, chunks, block, warps, stages, registers)
+    return Split(phases, query_chunk, key_chunk, chunks, block, block, warps, stages, registers)

@@ -70,15 +70,6 @@ def scaled(x, factor, G: tl.constexpr):
 
 
 @triton.jit
-def divided(x, by, G: tl.constexpr):
-    """Each head's channels divided by its own number, (rows, G)."""
-    out = ()
-    for i in tl.static_range(len(x)):
-        out += (x[i] / spread(by, G, x[i].shape[1] // G),)
-    return out
-
-
-@triton.jit
 def plus(x, y):
     out = ()
     for i in tl.static_range(len(x)):
@@ -137,6 +128,12 @@ def where(keep, x):
     for i in tl.static_range(len(x)):
         out += (tl.where(keep, x[i], 0.0),)
     return out
+
+
+@triton.jit
+def strides(batch, head, token, UNIT: tl.constexpr):
+    """Strides that were given in units, see `fused.in_units`."""
+    return tl.cast(batch, tl.int64) * UNIT, tl.cast(head, tl.int64) * UNIT, token * UNIT
 
 
 @triton.jit
@@ -243,6 +240,21 @@ def add_products(total, left, right, PRECISION: tl.constexpr):
         for j in tl.static_range(len(right)):
             product = tl.dot(turned, right[j], total[i * len(right) + j], input_precision=PRECISION)
             out += (settled(product),)
+    return out
+
+
+@triton.jit
+def add_row(total, x, PRECISION: tl.constexpr):
+    """total + Σ x over the tokens, in each of its 16 columns: a product with ones.
+
+    That of float32 in three parts reads outside of memory in Triton 3.6, at two pieces; there the sum is a plain one.
+    """
+    if PRECISION == "tf32x3":
+        out = ()
+        for i in tl.static_range(len(x)):
+            out += (total[i] + tl.sum(x[i], 0)[:, None],)
+    else:
+        out = add_products(total, x, (tl.full([x[0].shape[0], 16], 1.0, x[0].dtype),), PRECISION)
     return out
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from linvit.errors import LinvitError
 from linvit.kernels import fused
-from linvit.kernels.fused import Launch, Strides, launch_cache, plain, power_of_two, processors, rows_like
+from linvit.kernels.fused import Launch, Strides, in_units, launch_cache, plain, power_of_two, processors, rows_like
 from linvit.kernels.operators import library
 
 WIDEST = 128  # channels that a program takes
@@ -46,6 +46,11 @@ class Signature(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     device: torch.device
 
+    @property
+    def itemsize(self) -> int:
+        """Of the values, whose type that of the output is."""
+        return self.dtypes[0].itemsize
+
 
 def shared_strides(tensor: Tensor, given: int) -> Strides:
     """Strides of a tensor's first dimensions, zero for those that are shared."""
@@ -75,9 +80,10 @@ def prepare(signature: Signature, back: bool, gelu: bool) -> Launch:
 
     batch, heads, tokens, width = signature.shape
     blocks, channels, block = tile_of(width, TILE)
+    unit, strides = in_units(signature.itemsize, signature.v, signature.base or (0,) * 4, signature.out)
     values = (
-        *signature.v, *(signature.base or (0,) * 4), *signature.out, *signature.weight, *(signature.bias or (0, 0)),
-        heads, *signature.grid, width, blocks, channels, block, *signature.weight_shape[3:], back, gelu,
+        *strides, *signature.weight, *(signature.bias or (0, 0)), heads, *signature.grid,
+        unit, width, blocks, channels, block, *signature.weight_shape[3:], back, gelu,
     )  # fmt: skip
     return Launch(kernels.filter_kernel, (-(-tokens // block), batch * heads * blocks, 1), values, num_warps=4)
 
@@ -98,9 +104,10 @@ def prepare_weight_gradient(signature: Signature, processors: int) -> tuple[Laun
     wanted = max(1, 4 * processors // (images * heads * blocks * (rows // at_once)))
     chunk = max(block, -(-patches // (min(wanted, 16) * block)) * block)
     chunks = -(-patches // chunk)
+    unit, strides = in_units(signature.itemsize, signature.v, signature.out)
     values = (
-        *signature.v, *signature.out, batch, heads, *signature.grid, share, chunk,
-        width, blocks, channels, block, rows, columns, at_once,
+        *strides, batch, heads, *signature.grid, share, chunk,
+        unit, width, blocks, channels, block, rows, columns, at_once,
     )  # fmt: skip
     grid = (images * heads * blocks, chunks, rows // at_once)
     launch = Launch(kernels.weight_gradient_kernel, grid, values, num_warps=4)

@@ -8,6 +8,8 @@ tap, shifted: all but the first come from the cache. Sums are in float32. Tokens
 import triton
 import triton.language as tl
 
+from linvit.kernels.linear.tiles import strides
+
 
 @triton.jit
 def start_of(ptr, batch, head, stride_b, stride_h):
@@ -25,10 +27,13 @@ def neighbours(row, column, dy, dx, height, width):
 def filter_kernel(
     v, weight, bias, base, out, v_b, v_h, v_n, v_d, base_b, base_h, base_n, base_d, out_b, out_h, out_n, out_d,
     w_b, w_h, w_d, w_y, w_x, bias_h, bias_d, heads, height, width, prefix,
-    DIM: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    BACK: tl.constexpr, GELU: tl.constexpr,
+    UNIT: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, BACK: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """out = base + filter(v) + bias, the filter turned round where BACK: v is then the gradient of the output."""
+    v_b, v_h, v_n = strides(v_b, v_h, v_n, UNIT)
+    base_b, base_h, base_n = strides(base_b, base_h, base_n, UNIT)
+    out_b, out_h, out_n = strides(out_b, out_h, out_n, UNIT)
     pid = tl.program_id(1)
     channel = pid % BLOCKS * C + tl.arange(0, C)
     head, batch = pid // BLOCKS % heads, pid // (BLOCKS * heads)
@@ -78,11 +83,13 @@ def add_taps(totals, values, g, row, column, ok, some, v_n, height, width, FIRST
 @triton.jit(do_not_specialize=["batch", "heads", "height", "width", "prefix", "share", "chunk"])
 def weight_gradient_kernel(
     v, g, partial, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, batch, heads, height, width, prefix, share, chunk,
-    DIM: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    ROWS: tl.constexpr,
+    UNIT: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of `share` images and `chunk` patches the sums of g · v at each tap and of g: partial is (images, chunks, heads,
     DIM, KH · KW + 1)."""
+    v_b, v_h, v_n = strides(v_b, v_h, v_n, UNIT)
+    g_b, g_h, g_n = strides(g_b, g_h, g_n, UNIT)
     pid, part, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * ROWS
     channel = pid % BLOCKS * C + tl.arange(0, C)
     head = pid // BLOCKS % heads

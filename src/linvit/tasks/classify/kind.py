@@ -7,14 +7,14 @@ from typing import Any
 from torch import nn
 
 from linvit.conversion import Plan
-from linvit.conversion.saving import read_config
+from linvit.conversion.saving import noted
 from linvit.errors import LinvitError
 from linvit.tasks.classify.checks import check_size, check_teacher_size, match_classes, outputs_of
 from linvit.tasks.classify.data import Split, open_data, open_split, undivided
 from linvit.tasks.classify.fitting import Classification, ClassifierFitting, Sets
 from linvit.tasks.classify.metrics import Evaluation
 from linvit.tasks.classify.preprocessing import Preprocessing
-from linvit.tasks.kinds import Kind, Model, Note, Reading, is_name, start_model
+from linvit.tasks.kinds import Kind, Model, Note, Reading, is_name, others_config, saved_config, start_model
 from linvit.training import Config, Processes
 from linvit.training.objectives.teacher import check_teacher, open_teacher
 
@@ -37,23 +37,26 @@ class Classify(Kind):
         return replace(config, distillation_weight=1.0)
 
     def start(self, model: Model, sets: Sets, config: Config, *, pretrained: bool, args: dict[str, Any]) -> nn.Module:
-        if is_name(model) and sets.train.class_count is not None:
+        theirs = is_name(model) or others_config(model)
+        if theirs and sets.train.class_count is not None:
             args.setdefault("num_classes", sets.train.class_count)
         return start_model(model, config.seed, pretrained=pretrained, args=args)
 
     def check_original(self, original: Any, model: Model, sets: Sets, plan: Plan, pretrained: bool, note: Note) -> None:
         """Whether an original has answers to learn from: for another number of classes its classifier is new."""
-        if not is_name(model):
+        theirs = others_config(model)
+        if not (is_name(model) or theirs):
             return
         if not pretrained:
             note("the teacher, the original, has random weights: train it first, or give --teacher")
             return
-        known = (getattr(original, "pretrained_cfg", None) or {}).get("num_classes")
-        if known is None or known == original.num_classes:
+        outputs, labels = outputs_of(original), theirs.get("id2label")
+        known = len(labels) if labels else noted(original).get("num_classes")
+        if known is None or known == outputs:
             return
         first = f"linvit train {model} --data {sets.train.name} --recipe finetune -o runs/original"
         then = f"linvit train runs/original/best --data {sets.train.name} --plan {plan.name} …"
-        new = f"{model} has not learnt these {original.num_classes} classes and cannot teach them"
+        new = f"{model} has not learnt these {outputs} classes and cannot teach them"
         raise LinvitError(f"{new}: train it first ({first}) and convert that ({then}), or give --teacher")
 
     def fit(self, model: nn.Module, sets: Sets, config: Config, **how: Any) -> ClassifierFitting:
@@ -67,9 +70,10 @@ class Classify(Kind):
         if split or not undivided(images):
             return images
         if isinstance(model, nn.Module):
-            held_out_of = (getattr(model, "pretrained_cfg", None) or {}).get("held_out_of")
+            held_out_of = noted(model).get("held_out_of")
         else:
-            held_out_of = None if is_name(model) else read_config(Path(model)).held_out_of
+            ours = saved_config(model)
+            held_out_of = None if ours is None else ours.held_out_of
         if held_out_of == len(images):
             return open_split(data, "validation", root=reading.root, unlabelled=True)
         note(f"{data} has no splits: all {len(images):,} images are measured")
