@@ -16,15 +16,9 @@ by one. The rest is elementwise on tiles of (tokens, heads, channels) in float32
 import triton
 import triton.language as tl
 
-from linvit.kernels.linear.tiles import INTERPRETED, settled
+from linvit.kernels.linear.tiles import INTERPRETED, settled, strides
 
 CALM = tl.constexpr(60.0)  # Ō up to which exp needs no maximum subtracted
-
-
-@triton.jit
-def strides(batch, head, token, UNIT: tl.constexpr):
-    """Strides that were given in units, see `fused.in_units`."""
-    return tl.cast(batch, tl.int64) * UNIT, head * UNIT, token * UNIT
 
 
 @triton.jit
