@@ -11,7 +11,7 @@ Heads this small leave nothing for a matrix unit each, but a group of them does:
 matrix with the heads' states on its diagonal, most of which is zero, and still cost less than the multiplications one
 by one. The rest is elementwise on tiles of (tokens, heads, channels) in float32, and what counts is instructions.
 """
-# mypy: allow-untyped-defs
+# mypy: disable-error-code="no-untyped-def, assignment"
 
 import triton
 import triton.language as tl
