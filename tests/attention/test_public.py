@@ -35,7 +35,7 @@ def test_the_public_names() -> None:
         ("hydra", {}, "the tensors are on cpu"),
         ("mobile", {}, "the tensors are on cpu"),
         ("agent", {"heads": 2, "head_dim": 8, "grid": TokenGrid(8, 8)}, "it has no Triton kernel"),
-        ("xca", {"heads": 2}, "for bfloat16 only"),
+        ("xca", {"heads": 2}, "the tensors are on cpu"),
         ("stella", {"heads": 2, "head_dim": 8, "local": 3}, "the tensors are on cpu"),
         ("softmax", {}, None),
         ("relu_quadratic", {}, None),

@@ -24,13 +24,14 @@ from linvit.kernels import linear as linear_launch
 from linvit.kernels import local as local_launch
 from linvit.kernels import mobile as mobile_launch
 from linvit.kernels import relu_quadratic as relu_quadratic_launch
+from linvit.kernels import xca as xca_launch
 from linvit.kernels.fused import MEMORY, Launch, signature_of, unpack
 from linvit.kernels.linear import Formula
 from linvit.kernels.mobile import Options
 
 PROCESSORS = 132
 DISASSEMBLER = Path(triton.__path__[0], "backends", "nvidia", "bin", "nvdisasm")
-LAUNCHERS = (linear_launch, local_launch, mobile_launch, relu_quadratic_launch)
+LAUNCHERS = (linear_launch, local_launch, mobile_launch, relu_quadratic_launch, xca_launch)
 
 
 class Chip:
@@ -66,11 +67,11 @@ class Recorder:
 def recorded(memory: int = MEMORY) -> Iterator[Recorder]:
     """Launches inside are planned for a large chip with so much shared memory, noted, and not done."""
     made = Recorder()
-    caches = (linear_launch.prepare, relu_quadratic_launch.prepare, local_launch.prepare)
+    caches = (linear_launch.prepare, relu_quadratic_launch.prepare, local_launch.prepare, xca_launch.prepare)
     for cache in (*caches, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
         cache.cache_clear()
     with ExitStack() as patches:
-        for module in (linear_launch, relu_quadratic_launch):
+        for module in (linear_launch, relu_quadratic_launch, xca_launch):
             patches.enter_context(mock.patch.object(module, "shared_memory", lambda device: memory))
         for module in LAUNCHERS:
             patches.enter_context(mock.patch.object(module, "processors", lambda device: PROCESSORS))
@@ -129,6 +130,15 @@ def mobile(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) ->
     with recorded() as found:
         out, *saved = mobile_launch.forward(q, k, v, (None,), options, True, signature_of(q, k, v))
         mobile_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, (None,), saved, options, ())
+    return found
+
+
+def xca(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, memory: int = MEMORY) -> Recorder:
+    (q, k, v), (dq, dk, dv) = (unpack(meta(dtype, batch, tokens, 3, heads, dim)) for _ in range(2))
+    given, options = (None, meta(torch.float32, heads)), xca_launch.Options(True, 1e-12)
+    with recorded(memory) as found:
+        out, state = xca_launch.forward(q, k, v, given, options, True, signature_of(q, k, v))
+        xca_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, given, [state], options, (True,))
     return found
 
 

@@ -101,6 +101,22 @@ def test_mobile(tmp_path: Path) -> None:
     check(machine_code.mobile(BF16, 8, 32, 196, 4), tmp_path)
 
 
+@compiled
+@pytest.mark.parametrize("batch, heads, tokens, dim", [(64, 6, 197, 64), (1, 16, 577, 72)])
+def test_xca(batch: int, heads: int, tokens: int, dim: int, tmp_path: Path) -> None:
+    """In one launch a direction, and with the tokens split for two."""
+    found = machine_code.xca(BF16, batch, heads, tokens, dim)
+    assert len(found.calls) == (2 if batch > 1 else 4)
+    check(found, tmp_path)
+
+
+@pytest.mark.parametrize("capability, dtype, dim", [(80, FP16, 96), (86, BF16, 128), (89, FP32, 64), (120, BF16, 80)])
+def test_xca_fits_the_shared_memory_of_other_chips(capability: int, dtype: torch.dtype, dim: int) -> None:
+    memory = 1024 * {80: 163}.get(capability, 99)
+    for launch, tensors in machine_code.xca(dtype, 64, 16, 1025, dim, memory).calls.values():
+        assert machine_code.build(launch, tensors, capability).metadata.shared <= memory
+
+
 def test_a_product_that_is_not_waited_for_is_found() -> None:
     start = ["HGMMA.64x64x16.F32.BF16 R24, R84, gdesc[UR4].tnspB, R24, gsb0"]
     wait = ["WARPGROUP.DEPBAR.LE gsb0, 0x0"]

@@ -25,11 +25,13 @@ from torch.nn import functional as F
 
 from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenGrid, register
 from linvit.attention.options import Eps, Number
+from linvit.kernels import xca as kernel
 
 
 @register("xca", paper="XCiT; Fair Comparison (XCA, LPI)")
 class CrossCovariance(Mechanism):
     capabilities = Capabilities(unequal=False, wide_values=False, map=False)
+    triton = True
     variants = ("xcit", "fair")
     examples = ({}, {"lpi": True}, {"lpi": True, "variant": "fair"})
 
@@ -60,9 +62,13 @@ class CrossCovariance(Mechanism):
         return v @ attention.transpose(-2, -1)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
-        """In bfloat16 as it comes: matrix units add in float32, and what is d × d or shorter is float32 here too."""
-        if q.dtype != torch.bfloat16:
-            return "its faster way is for bfloat16 only"
+        """On the Triton kernel; or in bfloat16 as it comes: matrix units add in float32, and so do we what is d × d."""
+        why = kernel.why_not(q, k, v)
+        if why is None:
+            temperature = self.temperature if self.variant == "xcit" else None
+            return kernel.xca(q, k, v, temperature, eps=self.eps, mask=call.mask)
+        if q.dtype != torch.bfloat16 or self.impl == "triton":
+            return why
         q, k = call.keep(q), call.keep(k)
         scores = (q.transpose(-2, -1) @ k).float()
         if self.variant == "xcit":

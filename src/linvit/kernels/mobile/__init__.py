@@ -11,13 +11,26 @@ import torch
 from torch import Tensor
 
 from linvit.kernels import fused
-from linvit.kernels.fused import Given, Launch, Strides, launch_cache, power_of_two, processors, rows_like, signature_of
+from linvit.kernels.fused import (
+    Given,
+    Launch,
+    Strides,
+    in_units,
+    launch_cache,
+    power_of_two,
+    processors,
+    rows_like,
+    signature_of,
+)
 from linvit.kernels.operators import register
 
 SMALL = (1, 2, 4, 8)  # channels of a small head that fit the tiles
 WIDEST = 2048  # channels of a token that fit a program's registers
 GROUP = 64  # channels that one program of the split kernels takes
-BLOCK = 16  # tokens it takes at a time
+BLOCK = 32  # tokens of a chunk of theirs are a multiple of this
+SPLIT = 2  # programs for each processor that tokens are split for
+WAVES = 8  # programs for each processor that are enough where a program can also take more tokens
+INSIDE = 8  # chunks up to which the queries' programs combine them themselves
 
 
 class Options(NamedTuple):
@@ -51,88 +64,130 @@ class Cut:
         """The same with the levels of the softmax; while it is in parts, a total beside each level."""
         return self.d_size + self.heads
 
-    @property
-    def every(self) -> int:
-        """All small heads, filled up to a power of two."""
-        return power_of_two(self.heads)
+
+class Tiles(NamedTuple):
+    """Tokens that a program takes at a time, its warps and pipeline stages."""
+
+    block: int
+    warps: int
+    stages: int = 1
+    wide: int = 0  # channels of a piece where a program takes all heads of a token
+
+
+def tiles_of(which: str, channels: int) -> Tiles:
+    """The rule for "flows", "keys", "queries", "state" and "inputs", the last two of the backward pass.
+
+    Where a program takes all heads of a token, pieces of up to 256 channels let a warp have a token for itself: sums
+    over heads then need no barrier. Backward has more to hold, and at most 12 channels of it fit a thread.
+    """
+    if which == "flows":
+        return Tiles(4, 4, wide=128 if channels % 256 and channels < 512 else 256)
+    if which == "inputs":
+        warps = max(1, power_of_two(-(-channels // 384)))
+        return Tiles(max(1, 4 // warps), max(4, warps), wide=256 * warps)
+    return {"keys": Tiles(32, 4, 3), "queries": Tiles(64, 4), "state": Tiles(32, 4, 3)}[which]
+
+
+def pieces(channels: int, small: int, wide: int) -> tuple[int, int, int]:
+    """All channels of a token in tiles: so many columns, so many times, and the columns of the rest."""
+    wide = min(wide, 1 << (channels.bit_length() - 1))
+    left = channels % wide
+    return wide, channels // wide, max(small, power_of_two(left)) if left else 0
 
 
 def cut_of(batch: int, channels: int, value_channels: int, tokens: int, small: int, processors: int) -> Cut:
     heads = channels // small
     value_width = value_channels // heads
-    group = min(GROUP // max(small, value_width), power_of_two(heads))
+    group = GROUP // max(small, value_width)
     programs = batch * -(-heads // group)
-    chunks = max(1, min(64, -(-4 * processors // programs), -(-tokens // (4 * BLOCK))))
+    chunks = max(1, min(64, -(-SPLIT * processors // programs), -(-tokens // (2 * BLOCK))))
     chunk = -(-tokens // (chunks * BLOCK)) * BLOCK
     return Cut(small, value_width, heads, group, -(-tokens // chunk), chunk)
 
 
-def row_tiles(cut: Cut, backward: bool) -> tuple[int, int]:
-    """Tokens at a time and warps where a program takes all heads of a token.
-
-    Forward, one warp to a row of up to 1,024 channels: sums over heads then need no shared memory, and instructions are
-    what it waits for. Backward has many more numbers to hold and takes eight channels a thread.
-    """
-    channels = cut.every * max(cut.width, cut.value_width)
-    if backward:
-        warps = 4 if channels <= 512 else 8
-        return max(1, 256 * warps // channels), warps
-    return max(1, 1024 // channels), max(1, channels // 1024)
+def dense(strides: Strides, head_dim: int) -> int:
+    """What the kernels divide a channel's number by: nothing, where heads lie side by side as one."""
+    return 0 if strides[1] == head_dim * strides[3] else head_dim
 
 
 @launch_cache
 def prepare_forward(
-    signature: tuple[Any, ...], mask_strides: Strides | None, options: Options
+    signature: tuple[Any, ...], mask_strides: Strides | None, options: Options, out_strides: Strides
 ) -> tuple[Cut, Launch, Launch, Launch | None, Launch]:
-    """The kernels of the flows, the keys, the combination of their chunks and the queries."""
+    """The kernels of the flows, the keys, the combination of many chunks and the queries."""
     from linvit.kernels.mobile import kernels
 
-    q, _, v, q_strides, k_strides, v_strides, *_, device, _, _ = signature
+    q, _, v, q_strides, k_strides, v_strides, dtype, *_, device, _, _ = signature
     batch, tokens, head_dim, value_dim = q[0], q[2], q[3], v[3]
     channels, value_channels = q[1] * head_dim, v[1] * value_dim
     small, released, eps = options
     cut = cut_of(batch, channels, value_channels, tokens, small, processors(device))
-    heads = (cut.group, cut.width, cut.value_width)
-    block, warps = row_tiles(cut, False)
-    values: tuple[Any, ...] = (*q_strides, *k_strides, channels, tokens, eps, head_dim, cut.every, cut.width, block)
-    flows = Launch(kernels.flows_kernel, (batch * -(-tokens // block), 1, 1), values, num_warps=warps)
-    whole = cut.chunks == 1
-    size = cut.size if whole else cut.size + cut.heads
-    values = (*k_strides, *v_strides, *(mask_strides or (0, 0)), channels, value_channels, batch, tokens, cut.chunk)
-    values += (size, float(tokens), eps, head_dim, value_dim, *heads, BLOCK, released, whole)
-    keys = Launch(kernels.keys_kernel, (batch * cut.groups, cut.chunks, 1), values, num_warps=4)
+    heads, size = (cut.group, cut.width, cut.value_width), cut.size + cut.heads
+    _, kind, precision = fused.operands(dtype, device.type == "cpu")
+    q_dim, k_dim, v_dim = (
+        dense(one, dim) for one, dim in ((q_strides, head_dim), (k_strides, head_dim), (v_strides, value_dim))
+    )
+
+    unit, in_order = in_units(dtype.itemsize, q_strides, k_strides)
+    t = tiles_of("flows", channels)
+    values: tuple[Any, ...] = (*in_order, channels, tokens, eps, q_dim, k_dim, small)
+    values += (*pieces(channels, small, t.wide), t.block, unit)
+    flows = Launch(kernels.flows_kernel, (batch * -(-tokens // t.block), 1, 1), values, num_warps=t.warps)
+
+    unit, in_order = in_units(dtype.itemsize, k_strides, v_strides)
+    values = (*in_order, *(mask_strides or (0, 0)), channels, value_channels, batch, tokens, cut.chunk, size, eps)
+    t = tiles_of("keys", channels)
+    values += (k_dim, v_dim, *heads, t.block, unit, released, kind, precision)
+    grid = (batch * cut.groups, cut.chunks, 1)
+    keys = Launch(kernels.keys_kernel, grid, values, num_warps=t.warps, num_stages=t.stages)
+
     combine = None
-    if not whole:
-        values = (channels, batch, cut.chunks, size, float(tokens), *heads)
+    if cut.chunks > INSIDE:
+        values = (channels, batch, cut.chunks, size, cut.size, float(tokens), *heads)
         combine = Launch(kernels.combine_kernel, (batch * cut.groups, 1, 1), values, num_warps=1)
-    values = (*q_strides, tokens * value_channels, value_channels, channels, value_channels, tokens, cut.size, eps)
-    values += (head_dim, *heads, 2 * BLOCK, not released)
-    queries = Launch(kernels.queries_kernel, (batch * cut.groups, -(-tokens // (2 * BLOCK)), 1), values, num_warps=4)
+
+    unit, in_order = in_units(dtype.itemsize, q_strides, out_strides)
+    values = (*in_order, channels, value_channels, batch, tokens, cut.chunks, size, cut.size, float(tokens), eps)
+    t = tiles_of("queries", channels)
+    values += (q_dim, *heads, t.block, unit, not released, kind, precision)
+    grid = (batch * cut.groups, -(-tokens // t.block), 1)
+    queries = Launch(kernels.queries_kernel, grid, values, num_warps=t.warps)
     return cut, flows, keys, combine, queries
 
 
 @launch_cache
 def prepare_backward(
     signature: tuple[Any, ...], mask_strides: Strides | None, options: Options, grad_strides: Strides,
-    d_strides: Strides,
+    d_strides: tuple[Strides, ...],
 ) -> tuple[Cut, Launch, Launch]:  # fmt: skip
-    """The kernels of the state's gradient and the inputs'; `d_strides` are of batches and tokens of dq, dk and dv."""
+    """The kernels of the state's gradient and the inputs'; `d_strides` are of batches, heads and tokens of theirs."""
     from linvit.kernels.mobile import gradients
 
-    q, _, v, q_strides, k_strides, v_strides, *_, device, _, _ = signature
+    q, _, v, q_strides, k_strides, v_strides, dtype, *_, device, _, _ = signature
     batch, tokens, head_dim, value_dim = q[0], q[2], q[3], v[3]
     channels, value_channels = q[1] * head_dim, v[1] * value_dim
     small, released, eps = options
     cut = cut_of(batch, channels, value_channels, tokens, small, processors(device))
-    values: tuple[Any, ...] = (*q_strides, *grad_strides, channels, value_channels, batch, tokens, cut.chunk, cut.size)
-    values += (cut.d_size, eps, head_dim, value_dim, cut.group, cut.width, cut.value_width, BLOCK, not released)
-    of_state = Launch(gradients.state_gradient_kernel, (batch * cut.groups, cut.chunks, 1), values, num_warps=4)
-    block, warps = row_tiles(cut, True)
-    chunk = 16 * block
-    values = (*q_strides, *k_strides, *v_strides, *grad_strides, *d_strides, *(mask_strides or (0, 0)))
+    _, kind, precision = fused.operands(dtype, device.type == "cpu")
+    dims = tuple(dense(one, head_dim) for one in (q_strides, k_strides))
+    value_dims = tuple(dense(one, value_dim) for one in (v_strides, grad_strides))
+
+    unit, in_order = in_units(dtype.itemsize, q_strides, grad_strides)
+    values: tuple[Any, ...] = (*in_order, channels, value_channels, batch, tokens, cut.chunk, cut.size, cut.d_size)
+    values += (eps, dims[0], value_dims[1], cut.group, cut.width, cut.value_width)
+    t = tiles_of("state", channels)
+    values += (t.block, unit, not released, kind, precision)
+    grid = (batch * cut.groups, cut.chunks, 1)
+    of_state = Launch(gradients.state_gradient_kernel, grid, values, num_warps=t.warps, num_stages=t.stages)
+
+    unit, in_order = in_units(dtype.itemsize, q_strides, k_strides, v_strides, grad_strides, *d_strides)
+    t = tiles_of("inputs", channels)
+    chunk = t.block * max(1, min(16, batch * tokens // (t.block * WAVES * processors(device))))
+    values = (*in_order, *(mask_strides or (0, 0)))
     values += (channels, value_channels, tokens, chunk, cut.size, cut.d_size, float(tokens), eps)
-    values += (head_dim, value_dim, cut.every, cut.width, cut.value_width, block, not released, released)
-    of_inputs = Launch(gradients.gradient_kernel, (batch * -(-tokens // chunk), 1, 1), values, num_warps=warps)
+    values += (*dims, *value_dims, small, cut.value_width, *pieces(channels, small, t.wide))
+    values += (t.block, unit, not released, released)
+    of_inputs = Launch(gradients.gradient_kernel, (batch * -(-tokens // chunk), 1, 1), values, num_warps=t.warps)
     return cut, of_state, of_inputs
 
 
@@ -146,17 +201,16 @@ def forward(
     """The output, the flows of each token, and the state of each image."""
     (mask,) = given
     masks = None if mask is None else mask.stride()
-    cut, flows, keys, combine, queries = prepare_forward(signature, masks, options)
+    out = rows_like(v)
+    cut, flows, keys, combine, queries = prepare_forward(signature, masks, options, out.stride()[:3])
     batch, counts = q.shape[0], counts_of(mask)
     flow = torch.empty((batch, q.shape[2], 4, cut.width), dtype=torch.float32, device=q.device)
     flows(q, k, flow)
-    state = flow.new_empty(batch, cut.size)
-    partial = state if combine is None else flow.new_empty(cut.chunks, batch, cut.size + cut.heads)
-    keys(k, v, flow, mask, counts, partial)
+    state, partial = flow.new_empty(batch, cut.size), flow.new_empty(cut.chunks, batch, cut.size + cut.heads)
+    keys(k, v, flow, mask, partial)
     if combine is not None:
         combine(partial, state, counts)
-    out = rows_like(v)
-    queries(q, flow, state, out)
+    queries(q, flow, None if combine else partial, state, counts, out)
     return out, flow, state
 
 
@@ -166,7 +220,7 @@ def backward(
 ) -> tuple[()]:  # fmt: skip
     """Writes dq, dk and dv, whose channels are dense over all heads."""
     (mask,), (flow, state) = given, saved
-    d_strides = tuple(s for d in (dq, dk, dv) for s in (d.stride(0), d.stride(2)))
+    d_strides = tuple(d.stride()[:3] for d in (dq, dk, dv))
     masks = None if mask is None else mask.stride()
     cut, of_state, of_inputs = prepare_backward(signature_of(q, k, v), masks, options, grad.stride(), d_strides)
     partial = state.new_empty(cut.chunks, q.shape[0], cut.d_size)
