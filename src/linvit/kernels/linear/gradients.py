@@ -205,13 +205,13 @@ def backward_kernel(
     q, k, v, g, dq, dk, dv, mask, cos, sin, constant, d_constant, shift, state, d_state,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, dq_s, dk_s, mask_b, mask_n,
-    cos_b, cos_h, cos_n, cos_d, heads, queries, keys, prefix, query_chunk, key_chunk,
+    cos_b, cos_h, cos_n, cos_d, weight_h, weight_n, heads, queries, keys, prefix, query_chunk, key_chunk,
     scale, eps, feature_eps, own, norm_eps,
     PHASE: tl.constexpr, FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CLAMP: tl.constexpr, SQUARED: tl.constexpr,
-    OWN: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, VD: tl.constexpr, G: tl.constexpr,
-    DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    STATE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PADDED: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OWN: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, TAPS: tl.constexpr, D: tl.constexpr, VD: tl.constexpr,
+    G: tl.constexpr, DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, STATE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PADDED: tl.constexpr, OPERAND: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`d_constant` gets each program's share of the constant's gradient, where it is wanted."""
     C: tl.constexpr = G * DW + DR

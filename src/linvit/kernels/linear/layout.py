@@ -18,6 +18,7 @@ from linvit.kernels.fused import MEMORY, power_of_two
 FEATURES = ("relu", "elu_plus_one", "sigmoid", "direction", "square", "softmax", "key_softmax", "identity")
 WIDEST = {2: 512, 4: 256}  # channels of a head that are served, by itemsize
 LONGEST_STRIDE = 2**22  # of tokens and channels: offsets within a block are 32-bit
+MOST_FILTERED = 4  # heads of a tile that are filtered along the tokens, each by itself
 OVER_TOKENS = ("softmax", "key_softmax")  # feature maps whose keys are a softmax over tokens
 
 
