@@ -9,7 +9,7 @@ columns of one tile, `state = phi(k)ᵀ · v` is one matrix product, and its blo
     query gradient phase   dq, and the gradients of state and sums   reads q, d out
     key gradient phase     dk, dv                     reads k, v
 
-Each tensor is read or written once in a direction (k once more before a softmax over tokens, for its largest numbers).
+Each tensor is read or written once in a direction.
 All strides are free; token offsets are 64-bit. Programs count value blocks fastest, then groups of heads, then batches;
 the grid's second axis is the chunk of tokens. PHASE "both" runs the two phases of a direction in one program: the first
 over all tokens, the second over its chunk. PHASE "keys" or "queries" runs one of them over the chunk; the first of the
@@ -28,17 +28,29 @@ from linvit.kernels.local import bands
 def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
                FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CONSTANT: tl.constexpr, TURN: tl.constexpr,
                PADDED: tl.constexpr, G: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """state = Σ phi(k)ᵀ · v, key_sum = Σ phi(k), value_sum = Σ v and the number of keys, over tokens begin … end."""
+    """state = Σ phi(k)ᵀ · v, key_sum = Σ phi(k), value_sum = Σ v and the number of keys, over tokens begin … end.
+
+    A softmax over tokens subtracts `shift` from its exponents, or else the largest so far, of which the last returns.
+    """
     BLOCK: tl.constexpr = k_tile[0].shape[0]
     state = tiles.zeros(k_tile, v_tile, 0)
     key_sums = tiles.zeros(k_tile, None, 16)
     value_sum = tiles.no_sums(v_tile)
     count = tl.zeros([v_tile[0].shape[1]], tl.float32)
+    FINDS: tl.constexpr = features.over_tokens(FEATURE) and shift is None
+    if FINDS:
+        shift = features.nothing_yet(k_tile)
+    elif shift is None:
+        shift = ()
     for start in tl.range(begin, end, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         keep = tiles.kept(mask, mask_n, tokens, end)
         k = tiles.as_type(tiles.load(k_tile, start, k_n, keep, k_ok, PADDED), tl.float32)
         v = tiles.load(v_tile, start, v_n, keep, v_ok, PADDED)
+        if FINDS:
+            most = features.larger(shift, k, keep)
+            state, key_sums = features.rescaled(state, shift, most), features.rescaled(key_sums, shift, most)
+            shift = most
         f = features.key_features(k, keep, k_ok, shift, feature_eps, FEATURE, PADDED, G)
         if ROW_SUM or features.over_tokens(FEATURE):
             key_sums = tiles.add_row(key_sums, tiles.as_type(f, OPERAND), PRECISION)
@@ -50,7 +62,8 @@ def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, s
         if CONSTANT:
             value_sum = tiles.add_sums(value_sum, tiles.as_type(v, tl.float32))
             count += tl.sum(keep.to(tl.float32))
-    return tiles.diagonal(state, G), tiles.first_columns(key_sums), value_sum, count
+        state, key_sums = tiles.settled(state), tiles.settled(key_sums)
+    return tiles.diagonal(state, G), tiles.first_columns(key_sums), value_sum, count, shift
 
 
 @triton.jit
@@ -144,10 +157,10 @@ def forward_kernel(
         begin, end = 0, keys
         if PHASE == "keys":
             begin, end = chunk * key_chunk, min(keys, (chunk + 1) * key_chunk)
-        shifts = features.shifts_of(shift, k_tile, mask, k_n, mask_n, keys, batch, heads, head, k_ok, PADDED,
-                                    FEATURE, D, G, DW)  # fmt: skip
-        s, key_sum, value_sum, count = keys_phase(
-            k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shifts, turn_cos, turn_sin, feature_eps,
+        if shift is not None:
+            shift = tiles.load_row(shift, batch, heads, head, k_ok, D, G, DW)
+        s, key_sum, value_sum, count, _ = keys_phase(
+            k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
             FEATURE, ROW_SUM, CONSTANT, TURN, PADDED, G, OPERAND, PRECISION)  # fmt: skip
         if state is not None and (PHASE == "keys" or chunk == 0):
             tiles.save_state(state, s, key_sum, value_sum, count)

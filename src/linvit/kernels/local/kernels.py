@@ -161,9 +161,10 @@ def token_gradient_kernel(
             v_before = window(v, start - bands.SIDE, v_n, v_d, channel, tokens, DIM, bands.SIDE, COMPUTE)
             v_own = window(v, start, v_n, v_d, channel, tokens, DIM, BLOCK, COMPUTE)
             v_after = window(v, start + BLOCK, v_n, v_d, channel, tokens, DIM, bands.SIDE, COMPUTE)
-            own = settled(tl.dot(g_own[0], tl.trans(v_own[0]), own, input_precision=PRECISION))
-            before = settled(tl.dot(g_own[0], tl.trans(v_before[0]), before, input_precision=PRECISION))
-            after = settled(tl.dot(g_own[0], tl.trans(v_after[0]), after, input_precision=PRECISION))
+            own = tl.dot(g_own[0], tl.trans(v_own[0]), own, input_precision=PRECISION)
+            before = tl.dot(g_own[0], tl.trans(v_before[0]), before, input_precision=PRECISION)
+            after = tl.dot(g_own[0], tl.trans(v_after[0]), after, input_precision=PRECISION)
+            before, own, after = settled((before, own, after))
         total = bands.filtered(near, g_before, g_own, g_after, 1, PRECISION)[0]
         token = start + tl.arange(0, BLOCK)
         place = dv + token.to(tl.int64)[:, None] * dv_n + channel[None, :] * dv_d
