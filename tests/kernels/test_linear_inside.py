@@ -85,6 +85,33 @@ def test_local_branch_and_the_constants_square(name: str, device: torch.device) 
     check(tuple(t.grad for t in leaves), tuple(exact[id(t)].grad for t in leaves), 1e-4)
 
 
+@pytest.mark.parametrize(
+    "dtype, heads, dim, tokens, taps, split",
+    [(torch.float32, 2, 24, 100, 9, False), (torch.float32, 1, 72, 70, 33, True), (torch.float32, 6, 4, 40, 3, False),
+     (torch.bfloat16, 3, 16, 197, 9, False)],
+)  # fmt: skip
+def test_a_filter_along_the_tokens(
+    dtype: torch.dtype, heads: int, dim: int, tokens: int, taps: int, split: bool, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As a product with a band, over several tiles; heads in two pieces, in a tile together and too many for that."""
+    if split:
+        monkeypatch.setattr(layout, "SMALL", 16)
+    launch.prepare.cache_clear()
+    formula = FORMULAS["angular"]._replace(height=tokens, width=1)
+    leaves = [*inputs(device, dtype, 2, heads, tokens, dim), draw(device, torch.float32, 1, heads, 1, taps, 1)]
+    leaves[3].requires_grad_()
+    out = linear_attention(*leaves[:3], formula, filters=(leaves[3], None))
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    wanted = reference(*exact[:3], formula) + exactly(exact[2], exact[3], None, launch.grid_of(formula))
+    half = dtype == torch.bfloat16
+    assert error(out, wanted) < (5e-3 if half else 1e-5)
+    grad = draw(device, dtype, *out.shape, seed=9)
+    found, exactly_found = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(wanted, exact, grad.double())
+    check(found, exactly_found, 1e-2 if half else 1e-4)
+    launch.prepare.cache_clear()
+
+
 def test_the_mechanisms_take_it(device: torch.device) -> None:
     """Rotary position and local branches reach the kernel, and castling's second call is the short one."""
     grid = TokenGrid(4, 5, 1)

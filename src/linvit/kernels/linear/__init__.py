@@ -26,6 +26,7 @@ from linvit.kernels.fused import (
 from linvit.kernels.linear.layout import (
     FEATURES,
     LONGEST_STRIDE,
+    MOST_FILTERED,
     OVER_TOKENS,
     WIDEST,
     Formula,
@@ -49,6 +50,7 @@ class Launches:
     chunks: int
     layout: Layout
     saves: bool
+    filters: bool  # along the tokens, too
 
     @property
     def split(self) -> bool:
@@ -66,18 +68,20 @@ class Beside:
 
     mask: Strides | None
     turn: Strides  # of the cosines and sines: batch, heads, tokens, pairs; and how many tokens have one
+    near: Strides  # of a filter along the tokens: heads, taps; and how many taps it has
     dtypes: tuple[torch.dtype | None, ...]
 
     @classmethod
     def of(cls, given: Given, formula: Formula) -> "Beside":
-        mask, cos, _, constant, *_ = given
+        mask, cos, _, constant, weight, bias = given
         turn: Strides = (0, 0, 0, 0, 0)
         if cos is not None:
             shape, strides = (1,) * (4 - cos.ndim) + cos.shape, (0,) * (4 - cos.ndim) + cos.stride()
             batch, heads = (stride if size > 1 else 0 for size, stride in zip(shape[:2], strides[:2], strict=True))
             turn = (batch, heads, strides[2], strides[3] * (2 if formula.turn == "pairs" else 1), shape[2])
-        dtypes = (None if cos is None else cos.dtype, None if constant is None else constant.dtype)
-        return cls(None if mask is None else mask.stride(), turn, dtypes)
+        near = local.along_tokens(weight, bias, grid_of(formula)) or (0, 0, 0)
+        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (cos, constant, weight))
+        return cls(None if mask is None else mask.stride(), turn, near, dtypes)
 
 
 @launch_cache
@@ -113,15 +117,16 @@ def prepare(
     columns = (layout.key_width + layout.key_rest, layout.value_width + layout.value_rest, heads % layout.group)
     padded = (columns[0], columns[1] * layout.value_blocks, columns[2]) != (head_dim, value_dim, 0)
     *turn, turned = beside.turn
+    *near, taps = beside.near if layout.group <= MOST_FILTERED and what == "forward" else (0, 0, 0)
     unit, strides = in_units(dtype.itemsize, *strides)
     values = (
-        *strides, *apart, *(beside.mask or (0, 0)), *turn,
+        *strides, *apart, *(beside.mask or (0, 0)), *turn, *near,
         *(heads, queries, keys, queries - turned, how.query_chunk, how.key_chunk),
         *(formula.scale, formula.eps, formula.feature_eps, formula.own, formula.norm_eps),
     )  # fmt: skip
     constants = (
         *(formula.feature, formula.row_sum, formula.clamp, formula.squared, formula.own != 0, formula.norm),
-        *(formula.turn, head_dim, value_dim, layout.group, layout.key_width, layout.key_rest),
+        *(formula.turn, taps, head_dim, value_dim, layout.group, layout.key_width, layout.key_rest),
         *(layout.value_width, layout.value_rest, layout.value_blocks, how.block),
         *(how.block if formula.turn else how.state_block, unit, padded),
         *fused.operands(dtype, device.type == "cpu"),
@@ -133,7 +138,8 @@ def prepare(
     if how.phases != ("both",) and how.chunks > 1:
         size = programs * layout.numbers
         add = Launch(kernels.add_partials, (-(-size // 128), 1, 1), (how.chunks, size, 16, 128))
-    return Launches(phases, add, programs, how.chunks, layout, saves and keeps_state(layout, heads, queries))
+    saves = saves and keeps_state(layout, heads, queries)
+    return Launches(phases, add, programs, how.chunks, layout, saves, taps > 0)
 
 
 def state_sizes(q: Tensor, v: Tensor, formula: Formula) -> tuple[tuple[int, ...]]:
@@ -158,12 +164,13 @@ def forward(
     *beside, weight, bias = given
     how = prepare("forward", signature, formula, Beside.of(given, formula), save)
     out, state = rows_like(v, q.shape[2]), None
+    beside.append(weight if how.filters else None)
     shift = shift_of(k, given[0], formula) if how.split else None
     if how.saves or how.split:
         state = run_keys(how, q, k, v, out, beside, shift)
     if how.split or state is None:
         how.phases[-1](q, k, v, out, *beside, shift, state)
-    if weight is not None:
+    if weight is not None and not how.filters:
         local.forward(v, weight, bias, grid_of(formula), out, out)
     return out, state if how.saves else None
 
@@ -207,7 +214,7 @@ def backward(
     how = prepare("backward", signature, formula, kinds, state is None, grad.stride(), d_strides, of_constant)
     shift = shift_of(k, given[0], formula) if how.split or state is not None else None
     if state is None and how.split:
-        state = run_keys(prepare("state", signature, formula, kinds, True), q, k, v, grad, beside, shift)
+        state = run_keys(prepare("state", signature, formula, kinds, True), q, k, v, grad, [*beside, None], shift)
     dq_parts, dk_parts = dq, dk
     blocks = how.layout.value_blocks
     if blocks > 1:
@@ -223,8 +230,7 @@ def backward(
         dk.copy_(dk_parts.sum(0))
     d_local: tuple[Tensor | None, ...] = (None, None)
     if weight is not None:
-        local.value_gradient(grad, weight, grid_of(formula), dv, dv)
-        d_local = local.weight_gradient(grad, v, weight, bias, grid_of(formula), wanted[1:])
+        d_local = local.gradients(grad, v, weight, bias, grid_of(formula), dv, wanted[1:])
     if d_constant is None or constant is None:
         return None, *d_local
     return d_constant.sum().to(constant.dtype).reshape(constant.shape), *d_local

@@ -102,40 +102,32 @@ def over_tokens(FEATURE):
 
 
 @triton.jit
-def largest(k_tiles, mask, k_n, mask_n, end, ok, PADDED: tl.constexpr):
-    """What a softmax over the tokens subtracts from its exponents: the largest of each channel, (1, columns)."""
-    BLOCK: tl.constexpr = k_tiles[0].shape[0]
-    most = ()
+def nothing_yet(k_tiles):
+    """The largest keys before any: a vector for each piece."""
+    out = ()
     for i in tl.static_range(len(k_tiles)):
-        most += (tl.full([BLOCK, k_tiles[i].shape[1]], -3e38, tl.float32),)
-    for start in tl.range(0, end, BLOCK):
-        keep = tiles.kept(mask, mask_n, start + tl.arange(0, BLOCK), end)
-        k = tiles.load(k_tiles, start, k_n, keep, ok, PADDED)
-        most = _larger(most, k, keep)
-    shift = ()
-    for i in tl.static_range(len(most)):
-        shift += (tl.max(most[i], 0)[None, :],)
-    return shift
+        out += (tl.full([k_tiles[i].shape[1]], -2e38, tl.float32),)
+    return out
 
 
 @triton.jit
-def shifts_of(shift, k_tiles, mask, k_n, mask_n, keys, batch, heads, head, ok, PADDED: tl.constexpr,
-              FEATURE: tl.constexpr, D: tl.constexpr, G: tl.constexpr, DW: tl.constexpr):  # fmt: skip
-    """The largest keys of a softmax over tokens: those that were given, or found here; nothing for other features."""
-    if not over_tokens(FEATURE):
-        found = None
-    elif shift is not None:
-        found = tiles.load_row(shift, batch, heads, head, ok, D, G, DW)
-    else:
-        found = largest(k_tiles, mask, k_n, mask_n, keys, ok, PADDED)
-    return found
-
-
-@triton.jit
-def _larger(most, k, keep):
+def larger(most, k, keep):
+    """The largest of each channel, with those of more keys."""
     out = ()
     for i in tl.static_range(len(k)):
-        out += (tl.maximum(most[i], tl.where(keep, k[i].to(tl.float32), -3e38)),)
+        out += (tl.maximum(most[i], tl.max(tl.where(keep, k[i], -2e38), 0)),)
+    return out
+
+
+@triton.jit
+def rescaled(total, before, now):
+    """Sums of exponentials less another maximum; `total` has rows of channels, pieces as in a state."""
+    J: tl.constexpr = len(total) // len(now)
+    out = ()
+    for i in tl.static_range(len(now)):
+        factor = exp(before[i], now[i])[:, None]
+        for j in tl.static_range(J):
+            out += (total[i * J + j] * factor,)
     return out
 
 
@@ -145,7 +137,7 @@ def key_features(k, keep, ok, shift, eps, FEATURE: tl.constexpr, PADDED: tl.cons
     if over_tokens(FEATURE):
         f = ()
         for i in tl.static_range(len(k)):
-            f += (_held(exp(k[i], shift[i]), keep, ok[i], PADDED),)
+            f += (_held(exp(k[i], shift[i][None, :]), keep, ok[i], PADDED),)
     else:
         f = feature_map(k, keep, ok, eps, FEATURE, PADDED, G)
     return f

@@ -146,6 +146,7 @@ def query_gradient_phase(q_tile, g_tile, v_tile, dq_tile, dv_tile, mask, q_n, g_
             if CONSTANT:
                 d_value_sum = tiles.add_sums(d_value_sum, tiles.each_times(tiles.as_type(g, tl.float32), scale))
         d_state = tiles.add_products(d_state, weighted, of_state, PRECISION)
+        d_state, d_key_sums = tiles.settled(d_state), tiles.settled(d_key_sums)
         dq = features.feature_gradient(q, f, df, feature_eps, FEATURE, G)
         tiles.store(dq_tile, start, dq_n, dq, ours, q_ok, PADDED)
     if not ROW_SUM:
@@ -205,13 +206,13 @@ def backward_kernel(
     q, k, v, g, dq, dk, dv, mask, cos, sin, constant, d_constant, shift, state, d_state,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, dq_s, dk_s, mask_b, mask_n,
-    cos_b, cos_h, cos_n, cos_d, heads, queries, keys, prefix, query_chunk, key_chunk,
+    cos_b, cos_h, cos_n, cos_d, weight_h, weight_n, heads, queries, keys, prefix, query_chunk, key_chunk,
     scale, eps, feature_eps, own, norm_eps,
     PHASE: tl.constexpr, FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CLAMP: tl.constexpr, SQUARED: tl.constexpr,
-    OWN: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, VD: tl.constexpr, G: tl.constexpr,
-    DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    STATE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PADDED: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OWN: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, TAPS: tl.constexpr, D: tl.constexpr, VD: tl.constexpr,
+    G: tl.constexpr, DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, STATE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PADDED: tl.constexpr, OPERAND: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`d_constant` gets each program's share of the constant's gradient, where it is wanted."""
     C: tl.constexpr = G * DW + DR
@@ -234,7 +235,6 @@ def backward_kernel(
     k_ok, v_ok = tiles.columns(head, heads, 0, D, G, DW, DR), tiles.columns(head, heads, first, VD, G, VW, VR)
     k_tile = tiles.tiles(k, batch, head, 0, k_b, k_h, k_n, k_d, BLOCK, G, DW, DR)
     v_tile = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, BLOCK, G, VW, VR)
-    state_k = tiles.tiles(k, batch, head, 0, k_b, k_h, k_n, k_d, STATE_BLOCK, G, DW, DR)
     dv_tile = tiles.tiles(dv, batch, head, first, dv_b, dv_h, dv_n, 1, BLOCK, G, VW, VR)
     if mask is not None:
         mask += batch.to(tl.int64) * mask_b
@@ -247,8 +247,8 @@ def backward_kernel(
         if SQUARED:
             slope = 2 * c
             c = c * c
-    shifts = features.shifts_of(shift, state_k, mask, k_n, mask_n, keys, batch, heads, head, k_ok, PADDED,
-                                FEATURE, D, G, DW)  # fmt: skip
+    if shift is not None:
+        shift = tiles.load_row(shift, batch, heads, head, k_ok, D, G, DW)
     if d_state is not None:
         place = pid.to(tl.int64)
         if PHASE == "queries":
@@ -258,9 +258,10 @@ def backward_kernel(
     if state is not None:
         s, key_sum, value_sum, count = tiles.load_state(state + pid.to(tl.int64) * NUMBERS, G * DW, DR, G * VW, VR)
     elif PHASE != "keys":
+        state_k = tiles.tiles(k, batch, head, 0, k_b, k_h, k_n, k_d, STATE_BLOCK, G, DW, DR)
         state_v = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, STATE_BLOCK, G, VW, VR)
-        s, key_sum, value_sum, count = kernels.keys_phase(
-            state_k, state_v, mask, k_n, v_n, mask_n, 0, keys, k_ok, v_ok, shifts, turn_cos, turn_sin, feature_eps,
+        s, key_sum, value_sum, count, shift = kernels.keys_phase(
+            state_k, state_v, mask, k_n, v_n, mask_n, 0, keys, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
             FEATURE, ROW_SUM, CONSTANT, TURN, PADDED, G, OPERAND, PRECISION)  # fmt: skip
     if PHASE == "keys":
         ds, d_key_sum, d_value_sum, d_count = tiles.load_state(d_state, G * DW, DR, G * VW, VR)
@@ -296,5 +297,5 @@ def backward_kernel(
         begin, end = chunk * key_chunk, min(keys, (chunk + 1) * key_chunk)
         key_gradient_phase(
             k_tile, v_tile, dk_tile, dv_tile, mask, k_n, v_n, dk_n, dv_n, mask_n, begin, end, k_ok, v_ok,
-            ds, d_key_sum, d_value_sum, turn_cos, turn_sin, c, shifts, feature_eps,
+            ds, d_key_sum, d_value_sum, turn_cos, turn_sin, c, shift, feature_eps,
             FEATURE, ROW_SUM, CONSTANT, OWN, TURN, PADDED, G, COMPUTE, PRECISION)  # fmt: skip

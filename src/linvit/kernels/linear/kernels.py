@@ -9,7 +9,7 @@ columns of one tile, `state = phi(k)ᵀ · v` is one matrix product, and its blo
     query gradient phase   dq, and the gradients of state and sums   reads q, d out
     key gradient phase     dk, dv                     reads k, v
 
-Each tensor is read or written once in a direction (k once more before a softmax over tokens, for its largest numbers).
+Each tensor is read or written once in a direction.
 All strides are free; token offsets are 64-bit. Programs count value blocks fastest, then groups of heads, then batches;
 the grid's second axis is the chunk of tokens. PHASE "both" runs the two phases of a direction in one program: the first
 over all tokens, the second over its chunk. PHASE "keys" or "queries" runs one of them over the chunk; the first of the
@@ -21,23 +21,36 @@ import triton
 import triton.language as tl
 
 from linvit.kernels.linear import features, tiles
+from linvit.kernels.local import bands
 
 
 @triton.jit
 def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
                FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CONSTANT: tl.constexpr, TURN: tl.constexpr,
                PADDED: tl.constexpr, G: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """state = Σ phi(k)ᵀ · v, key_sum = Σ phi(k), value_sum = Σ v and the number of keys, over tokens begin … end."""
+    """state = Σ phi(k)ᵀ · v, key_sum = Σ phi(k), value_sum = Σ v and the number of keys, over tokens begin … end.
+
+    A softmax over tokens subtracts `shift` from its exponents, or else the largest so far, of which the last returns.
+    """
     BLOCK: tl.constexpr = k_tile[0].shape[0]
     state = tiles.zeros(k_tile, v_tile, 0)
     key_sums = tiles.zeros(k_tile, None, 16)
     value_sum = tiles.no_sums(v_tile)
     count = tl.zeros([v_tile[0].shape[1]], tl.float32)
+    FINDS: tl.constexpr = features.over_tokens(FEATURE) and shift is None
+    if FINDS:
+        shift = features.nothing_yet(k_tile)
+    elif shift is None:
+        shift = ()
     for start in tl.range(begin, end, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         keep = tiles.kept(mask, mask_n, tokens, end)
         k = tiles.as_type(tiles.load(k_tile, start, k_n, keep, k_ok, PADDED), tl.float32)
         v = tiles.load(v_tile, start, v_n, keep, v_ok, PADDED)
+        if FINDS:
+            most = features.larger(shift, k, keep)
+            state, key_sums = features.rescaled(state, shift, most), features.rescaled(key_sums, shift, most)
+            shift = most
         f = features.key_features(k, keep, k_ok, shift, feature_eps, FEATURE, PADDED, G)
         if ROW_SUM or features.over_tokens(FEATURE):
             key_sums = tiles.add_row(key_sums, tiles.as_type(f, OPERAND), PRECISION)
@@ -49,17 +62,18 @@ def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, s
         if CONSTANT:
             value_sum = tiles.add_sums(value_sum, tiles.as_type(v, tl.float32))
             count += tl.sum(keep.to(tl.float32))
-    return tiles.diagonal(state, G), tiles.first_columns(key_sums), value_sum, count
+        state, key_sums = tiles.settled(state), tiles.settled(key_sums)
+    return tiles.diagonal(state, G), tiles.first_columns(key_sums), value_sum, count, shift
 
 
 @triton.jit
-def queries_phase(q_tile, v_tile, out_tile, mask, q_n, v_n, out_n, mask_n, begin, end, q_ok, v_ok,
+def queries_phase(q_tile, v_tile, v_sides, out_tile, mask, q_n, v_n, out_n, mask_n, begin, end, keys, q_ok, v_ok, near,
                   state, key_sum, value_sum, count, turn_cos, turn_sin,
                   constant, scale, eps, feature_eps, own, norm_eps,
                   FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CLAMP: tl.constexpr, CONSTANT: tl.constexpr,
                   OWN: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr,
                   COMPUTE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """out for the queries begin … end."""
+    """out for the queries begin … end; `near` are the matrices of a filter along the tokens, if there is one."""
     BLOCK: tl.constexpr = q_tile[0].shape[0]
     state = tiles.as_type(state, COMPUTE)
     for start in tl.range(begin, end, BLOCK):
@@ -80,26 +94,36 @@ def queries_phase(q_tile, v_tile, out_tile, mask, q_n, v_n, out_n, mask_n, begin
             out = tiles.scaled(out, scale / total, G)
         else:
             out = tiles.each_times(out, scale)
+        if OWN or near is not None:
+            v = tiles.load(v_tile, start, v_n, rows, v_ok, PADDED)
         if OWN:
-            keep = tiles.kept(mask, mask_n, tokens, end)
-            v = tiles.as_type(tiles.load(v_tile, start, v_n, keep, v_ok, PADDED), tl.float32)
-            out = tiles.plus(out, tiles.each_times(v, own))
+            mine = tiles.each_times(tiles.as_type(v, tl.float32), own)
+            if mask is not None:
+                mine = tiles.where(tiles.kept(mask, mask_n, tokens, end), mine)
+            out = tiles.plus(out, mine)
         if NORM:
             out = tiles.scaled(out, 1 / tl.maximum(tl.sqrt(tiles.head_sums(out, out, G)), norm_eps), G)
+        if near is not None:
+            side = start + tl.arange(0, bands.SIDE)[:, None]
+            before = tiles.load(v_sides, start - bands.SIDE, v_n, side >= bands.SIDE, v_ok, PADDED)
+            after = tiles.load(v_sides, start + BLOCK, v_n, side < keys - BLOCK, v_ok, PADDED)
+            beside = bands.filtered(near, tiles.as_type(before, COMPUTE), tiles.as_type(v, COMPUTE),
+                                    tiles.as_type(after, COMPUTE), G, PRECISION)  # fmt: skip
+            out = tiles.plus(out, beside)
         tiles.store(out_tile, start, out_n, out, rows, v_ok, PADDED)
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "query_chunk", "key_chunk", "prefix"])
 def forward_kernel(
-    q, k, v, out, mask, cos, sin, constant, shift, state,
+    q, k, v, out, mask, cos, sin, constant, weight, shift, state,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, out_b, out_h, out_n, out_d, mask_b, mask_n,
-    cos_b, cos_h, cos_n, cos_d, heads, queries, keys, prefix, query_chunk, key_chunk,
+    cos_b, cos_h, cos_n, cos_d, weight_h, weight_n, heads, queries, keys, prefix, query_chunk, key_chunk,
     scale, eps, feature_eps, own, norm_eps,
     PHASE: tl.constexpr, FEATURE: tl.constexpr, ROW_SUM: tl.constexpr, CLAMP: tl.constexpr, SQUARED: tl.constexpr,
-    OWN: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, VD: tl.constexpr, G: tl.constexpr,
-    DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    STATE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PADDED: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OWN: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, TAPS: tl.constexpr, D: tl.constexpr, VD: tl.constexpr,
+    G: tl.constexpr, DW: tl.constexpr, DR: tl.constexpr, VW: tl.constexpr, VR: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, STATE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PADDED: tl.constexpr, OPERAND: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = G * DW + DR
     V: tl.constexpr = G * VW + VR
@@ -133,10 +157,10 @@ def forward_kernel(
         begin, end = 0, keys
         if PHASE == "keys":
             begin, end = chunk * key_chunk, min(keys, (chunk + 1) * key_chunk)
-        shifts = features.shifts_of(shift, k_tile, mask, k_n, mask_n, keys, batch, heads, head, k_ok, PADDED,
-                                    FEATURE, D, G, DW)  # fmt: skip
-        s, key_sum, value_sum, count = keys_phase(
-            k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shifts, turn_cos, turn_sin, feature_eps,
+        if shift is not None:
+            shift = tiles.load_row(shift, batch, heads, head, k_ok, D, G, DW)
+        s, key_sum, value_sum, count, _ = keys_phase(
+            k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
             FEATURE, ROW_SUM, CONSTANT, TURN, PADDED, G, OPERAND, PRECISION)  # fmt: skip
         if state is not None and (PHASE == "keys" or chunk == 0):
             tiles.save_state(state, s, key_sum, value_sum, count)
@@ -151,10 +175,14 @@ def forward_kernel(
             s = tiles.averaged(s, key_sum)
         q_tile = tiles.tiles(q, batch, head, 0, q_b, q_h, q_n, q_d, BLOCK, G, DW, DR)
         v_tile = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, BLOCK, G, VW, VR)
+        v_sides = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, bands.SIDE, G, VW, VR)
         out_tile = tiles.tiles(out, batch, head, first, out_b, out_h, out_n, out_d, BLOCK, G, VW, VR)
         begin, end = chunk * query_chunk, min(queries, (chunk + 1) * query_chunk)
+        near = None
+        if TAPS:
+            near = bands.bands(weight, head, heads, weight_h, weight_n, TAPS, BLOCK, False, G, COMPUTE)
         queries_phase(
-            q_tile, v_tile, out_tile, mask, q_n, v_n, out_n, mask_n, begin, end, k_ok, v_ok,
+            q_tile, v_tile, v_sides, out_tile, mask, q_n, v_n, out_n, mask_n, begin, end, keys, k_ok, v_ok, near,
             s, key_sum, value_sum, count, turn_cos, turn_sin, c, scale, eps, feature_eps, own, norm_eps,
             FEATURE, ROW_SUM, CLAMP, CONSTANT, OWN, NORM, TURN, PADDED, G, COMPUTE, PRECISION)  # fmt: skip
 

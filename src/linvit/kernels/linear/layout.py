@@ -18,6 +18,7 @@ from linvit.kernels.fused import MEMORY, power_of_two
 FEATURES = ("relu", "elu_plus_one", "sigmoid", "direction", "square", "softmax", "key_softmax", "identity")
 WIDEST = {2: 512, 4: 256}  # channels of a head that are served, by itemsize
 LONGEST_STRIDE = 2**22  # of tokens and channels: offsets within a block are 32-bit
+MOST_FILTERED = 4  # heads of a tile that are filtered along the tokens, each by itself
 OVER_TOKENS = ("softmax", "key_softmax")  # feature maps whose keys are a softmax over tokens
 
 
@@ -135,25 +136,34 @@ def split_of(
     block = max(16, 8192 // ((WIDE if pieces else columns) * itemsize))  # 8 KiB a tile, and the rest of a head
     warps = 4 if pieces and (columns == WIDE or itemsize == 2) else 8
     small = columns == WIDE and itemsize == 2
-    stages = 3 if small or (pieces and itemsize == 2 and not backward) else 2
-    if small and not backward and programs > 4 * processors:
-        stages = 4 if row_sum else 5  # three programs a processor: further ahead, and fuller last waves
+    stages = 3 if small or (itemsize == 2 and not backward) else 2
+    if columns == 128 and itemsize == 2 and not backward:
+        block = 64  # with fewer tokens products run on the slower of Hopper's two matrix units
+    tokens = max(queries, keys)
+    if small and programs < processors and tokens <= SMALL // 2:
+        block, warps, stages = 128, 8, 2  # two rounds at most
     if memory < ENOUGH and dtype != torch.bfloat16:  # states are in float32
         block, stages = 16, 1
-    registers = 168 if small and row_sum and backward else None  # three programs a processor, for a few spills
-    tokens = max(queries, keys)
-    if programs >= processors:
+    full = 4 * programs >= 3 * processors
+    registers = None
+    if small and row_sum and backward and programs > 2 * processors:
+        registers = 168  # three programs a processor, for a few spills
+    once = SMALL * (5 * processors + 3 * programs) // (4 * processors)
+    if backward:
+        once = SMALL
+    if full and not (backward and columns != WIDE and pieces):
         once = 4 * SMALL
-    else:
-        once = SMALL if backward else SMALL * (5 * processors + 3 * programs) // (4 * processors)
     phases: tuple[str, ...] = ("both",)
     chunks = 1
-    if programs < 2 * processors and tokens > once:
+    if tokens > once and (programs < 2 * processors or (backward and once == SMALL)):
         phases = ("queries", "keys") if backward else ("keys", "queries")
-        chunks = min(3 * processors // programs, -(-tokens // (2 * block)), MOST_PARTS)
+        waves = 3 if columns == WIDE else 2 if pieces else 1
+        if small and backward and programs * tokens < 2 * block * processors:
+            block = 32
+        chunks = max(1, min(waves * processors // programs, -(-tokens // (2 * block)), MOST_PARTS))
     elif programs < processors:
-        chunks = min(1 + processors // programs, -(-tokens // block))
-    elif programs < 2 * processors and tokens > SMALL:
+        chunks = min(max(1, processors // programs), -(-tokens // block))
+    elif programs < 2 * processors and tokens <= SMALL and not backward:
         chunks = 2
     query_chunk, key_chunk = (max(block, -(-n // (chunks * block)) * block) for n in (queries, keys))
     chunks = max(-(-queries // query_chunk), -(-keys // key_chunk))

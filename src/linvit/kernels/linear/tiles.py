@@ -13,15 +13,20 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def settled(total):
-    """`total`, a sum of matrix products carried through a loop, when the last product is done: nothing but a wait.
+def settled(totals):
+    """Sums of matrix products carried through a loop, when the last products are done: nothing but a wait.
 
     On Hopper a product may read its left operand from registers after the loop has gone on, and Triton 3.6 lets the
-    next round write to them (triton-lang/triton#9433). A use in the loop, here one that does nothing, makes it wait.
+    next round write to them (triton-lang/triton#9433). A use in the loop, here one that does nothing, makes it wait;
+    after all products of a round, so that these need not wait for each other.
     """
-    if not INTERPRETED:
-        total = tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
-    return total
+    out = ()
+    for i in tl.static_range(len(totals)):
+        if INTERPRETED:
+            out += (totals[i],)
+        else:
+            out += (tl.inline_asm_elementwise("", "=f,0", [totals[i]], dtype=tl.float32, is_pure=True, pack=1),)
+    return out
 
 
 @triton.jit
@@ -190,15 +195,19 @@ def kept(mask, mask_n, tokens, end):
 
 @triton.jit
 def load_row(ptr, batch, heads, head, ok, DIM: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr):
-    """Of dense (batch, heads, DIM) those of the tiles' columns: (1, columns) for each piece."""
+    """Of dense (batch, heads, DIM) those of the tiles' columns: a vector for each piece."""
     start = (batch.to(tl.int64) * heads + head) * DIM
     column = tl.arange(0, G * WIDTH)
     place = start + column // WIDTH * DIM + column % WIDTH
-    out = (tl.load(ptr + place[None, :], mask=ok[0], other=0.0).to(tl.float32),)
+    out = (_row(ptr + place, ok[0]),)
     for i in tl.static_range(1, len(ok)):
-        place = start + WIDTH + tl.arange(0, ok[i].shape[1])
-        out += (tl.load(ptr + place[None, :], mask=ok[i], other=0.0).to(tl.float32),)
+        out += (_row(ptr + start + WIDTH + tl.arange(0, ok[i].shape[1]), ok[i]),)
     return out
+
+
+@triton.jit
+def _row(place, ok):
+    return tl.load(place, mask=tl.reshape(ok, [ok.shape[1]]), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -238,8 +247,7 @@ def add_products(total, left, right, PRECISION: tl.constexpr):
     for i in tl.static_range(len(left)):
         turned = tl.trans(left[i])
         for j in tl.static_range(len(right)):
-            product = tl.dot(turned, right[j], total[i * len(right) + j], input_precision=PRECISION)
-            out += (settled(product),)
+            out += (tl.dot(turned, right[j], total[i * len(right) + j], input_precision=PRECISION),)
     return out
 
 

@@ -22,6 +22,7 @@ WIDEST = 128  # channels that a program takes
 TILE, GRADIENT_TILE = 4096, 1024  # numbers of a tile; that of the weights' gradient is held once for every tap
 MOST_TAPS = 9  # taps that a program of the weights' gradient takes at a time
 LARGEST = 15  # rows or columns of a filter
+MOST_TAPS_ALONG = 33  # of a filter along the tokens that a matrix product does, see bands.py
 
 
 class Grid(NamedTuple):
@@ -30,6 +31,16 @@ class Grid(NamedTuple):
     height: int
     width: int
     prefix: int = 0
+
+
+def along_tokens(weight: Tensor | None, bias: Tensor | None, grid: Grid) -> Strides | None:
+    """Of a filter along the tokens, shared by a head's channels, the strides of heads and taps, and how many taps."""
+    if weight is None or bias is not None or grid.width != 1 or grid.prefix:
+        return None
+    batch, heads, width, taps, columns = weight.shape
+    if batch != 1 or width != 1 or columns != 1 or taps % 2 == 0 or taps > MOST_TAPS_ALONG:
+        return None
+    return (weight.stride(1) if heads > 1 else 0, weight.stride(3), taps)
 
 
 class Signature(NamedTuple):
@@ -146,6 +157,59 @@ def weight_gradient(
         over = [0, 1, *(axis + 1 for axis in (1, 2) if bias.shape[axis] == 1)]
         d_bias = partial[..., -1].sum(over).reshape(bias.shape).to(bias.dtype)
     return d_weight, d_bias
+
+
+@launch_cache
+def prepare_token_gradient(signature: Signature, near: Strides, weighs: bool, processors: int) -> tuple[Launch, Any]:
+    """The launch, and the shape of its partial sums: (images, heads, blocks of channels and chunks, taps)."""
+    from linvit.kernels.local import kernels
+
+    batch, heads, tokens, width = signature.shape
+    *near, taps = near
+    channels = max(16, min(64, power_of_two(width)))
+    blocks, block = -(-width // channels), 64
+    chunks = max(1, min(-(-tokens // block), 3 * processors // (batch * heads * blocks)))
+    chunk = -(-tokens // (chunks * block)) * block
+    chunks = -(-tokens // chunk)
+    unit, strides = in_units(signature.itemsize, signature.v, signature.out, signature.base)
+    _, compute, precision = fused.operands(signature.dtypes[0], signature.device.type == "cpu")
+    values = (
+        *strides,
+        *near,
+        heads,
+        tokens,
+        chunk,
+        weighs,
+        unit,
+        width,
+        blocks,
+        channels,
+        block,
+        taps,
+        compute,
+        precision,
+    )
+    launch = Launch(
+        kernels.token_gradient_kernel, (batch * heads * blocks, chunks, 1), values, num_warps=4, num_stages=2
+    )
+    return launch, (batch, heads, blocks * chunks, taps)
+
+
+def gradients(
+    grad: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, dv: Tensor, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Adds the values' gradient to `dv`, and returns those of weight and bias, where they are wanted."""
+    near = along_tokens(weight, bias, grid)
+    if near is None:
+        value_gradient(grad, weight, grid, dv, dv)
+        return weight_gradient(grad, v, weight, bias, grid, wanted)
+    signature = signature_of(v, weight, None, dv, grad, grid)
+    launch, shape = prepare_token_gradient(signature, near, wanted[0], processors(v.device))
+    partial = torch.empty(shape, dtype=torch.float32, device=v.device) if wanted[0] else None
+    launch(v, grad, dv, weight, partial)
+    if partial is None:
+        return None, None
+    return partial.sum((0, 2) if weight.shape[1] > 1 else (0, 1, 2)).reshape(weight.shape).to(weight.dtype), None
 
 
 def why_not(v: Tensor, weight: Tensor) -> str | None:

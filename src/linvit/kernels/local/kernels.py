@@ -8,7 +8,8 @@ tap, shifted: all but the first come from the cache. Sums are in float32. Tokens
 import triton
 import triton.language as tl
 
-from linvit.kernels.linear.tiles import strides
+from linvit.kernels.linear.tiles import settled, strides
+from linvit.kernels.local import bands
 
 
 @triton.jit
@@ -115,3 +116,64 @@ def weight_gradient_kernel(
         tl.store(partial + line * (KH * KW + 1) + first * KW + t, tl.sum(totals[t], 0), mask=some)
     if first == 0:
         tl.store(partial + line * (KH * KW + 1) + KH * KW, tl.sum(totals[ROWS * KW], 0), mask=some)
+
+
+@triton.jit
+def window(ptr, first, stride_n, stride_d, channel, tokens, DIM: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr):
+    """ROWS tokens from `first` on, zero where there are none; a tuple of one piece."""
+    token = first + tl.arange(0, ROWS)
+    inside = ((token >= 0) & (token < tokens))[:, None] & (channel < DIM)[None, :]
+    place = ptr + token.to(tl.int64)[:, None] * stride_n + channel[None, :] * stride_d
+    return (tl.load(place, mask=inside, other=0.0).to(TYPE),)
+
+
+@triton.jit
+def diagonals(total, FIRST: tl.constexpr, TAP: tl.constexpr, TAPS: tl.constexpr):
+    """Sums over what of a product of tokens with tokens is TAP's, row by row."""
+    tap = bands.taps(FIRST, total.shape[1], TAPS, total.shape[0])
+    return tl.sum(tl.where(tap == TAP, total, 0.0), 1)
+
+
+@triton.jit(do_not_specialize=["heads", "tokens", "chunk"])
+def token_gradient_kernel(
+    v, g, dv, weight, partial, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dv_b, dv_h, dv_n, dv_d, w_h, w_n,
+    heads, tokens, chunk, WEIGHS: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a filter along the tokens: adds to dv, and leaves sums of g · v at each tap, one for each program."""
+    v_b, v_h, v_n = strides(v_b, v_h, v_n, UNIT)
+    g_b, g_h, g_n = strides(g_b, g_h, g_n, UNIT)
+    dv_b, dv_h, dv_n = strides(dv_b, dv_h, dv_n, UNIT)
+    pid, part = tl.program_id(0), tl.program_id(1)
+    channel = pid % BLOCKS * C + tl.arange(0, C)
+    head, batch = pid // BLOCKS % heads, pid // (BLOCKS * heads)
+    v, g = start_of(v, batch, head, v_b, v_h), start_of(g, batch, head, g_b, g_h)
+    dv = start_of(dv, batch, head, dv_b, dv_h)
+    near = bands.bands(weight, head, heads, w_h, w_n, TAPS, BLOCK, True, 1, COMPUTE)
+    before = tl.zeros([BLOCK, bands.SIDE], tl.float32)
+    own = tl.zeros([BLOCK, BLOCK], tl.float32)
+    after = tl.zeros([BLOCK, bands.SIDE], tl.float32)
+    for start in range(part * chunk, min(tokens, (part + 1) * chunk), BLOCK):
+        g_before = window(g, start - bands.SIDE, g_n, g_d, channel, tokens, DIM, bands.SIDE, COMPUTE)
+        g_own = window(g, start, g_n, g_d, channel, tokens, DIM, BLOCK, COMPUTE)
+        g_after = window(g, start + BLOCK, g_n, g_d, channel, tokens, DIM, bands.SIDE, COMPUTE)
+        if WEIGHS:
+            v_before = window(v, start - bands.SIDE, v_n, v_d, channel, tokens, DIM, bands.SIDE, COMPUTE)
+            v_own = window(v, start, v_n, v_d, channel, tokens, DIM, BLOCK, COMPUTE)
+            v_after = window(v, start + BLOCK, v_n, v_d, channel, tokens, DIM, bands.SIDE, COMPUTE)
+            own = tl.dot(g_own[0], tl.trans(v_own[0]), own, input_precision=PRECISION)
+            before = tl.dot(g_own[0], tl.trans(v_before[0]), before, input_precision=PRECISION)
+            after = tl.dot(g_own[0], tl.trans(v_after[0]), after, input_precision=PRECISION)
+            before, own, after = settled((before, own, after))
+        total = bands.filtered(near, g_before, g_own, g_after, 1, PRECISION)[0]
+        token = start + tl.arange(0, BLOCK)
+        place = dv + token.to(tl.int64)[:, None] * dv_n + channel[None, :] * dv_d
+        inside = (token < tokens)[:, None] & (channel < DIM)[None, :]
+        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, total.to(dv.dtype.element_ty), mask=inside)
+    if WEIGHS:
+        line = ((tl.cast(batch, tl.int64) * heads + head) * BLOCKS + pid % BLOCKS) * tl.num_programs(1) + part
+        for tap in tl.static_range(TAPS):
+            sums = diagonals(before, -bands.SIDE, tap, TAPS) + diagonals(own, 0, tap, TAPS)
+            sums += diagonals(after, BLOCK, tap, TAPS)
+            tl.store(partial + line * TAPS + tap, tl.sum(sums))
