@@ -85,7 +85,10 @@ VERBS = {
     },
     "bench edge": {
         *("name", "--plan", "--option", "--keep", "--drop", "--model-arg", "--size", "--threads", "--runtime"),
-        *("--budget", "--output", "--resume", "--from", "--plot", "--json"),
+        *("--files", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
+    },
+    "bench auto": {
+        *("names", "--size", "--plan", "--batch", "--device", "--budget", "--output", "--resume", "--from", "--json"),
     },
     "bench training": {
         *("model", "--data", "--plan", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader"),

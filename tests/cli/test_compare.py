@@ -76,7 +76,7 @@ def test_a_comparison_from_end_to_end(linvit: Callable[..., Outcome], tiny: str,
     packed = linvit("compare", "-o", store, "--pack", str(tmp_path / "store.tar"))
     assert packed.code == 0 and "7 files" in packed.out
     merged = linvit("compare", "-o", other, "--merge", str(tmp_path / "store.tar"))
-    assert merged.code == 0 and "4 runs, 2 speeds, 1 comparisons new" in merged.out
+    assert merged.code == 0 and "4 runs, 2 speeds, 1 comparison new" in merged.out
     assert not linvit("compare", "-o", other, "--json").json["done"], "what came along is finished"
 
     key = stella["runs"][1]["key"]

@@ -47,7 +47,7 @@ def test_bench_edge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "attention's share" in printed and plot.stat().st_size > 1000
     rows = json.loads(result.read_text())["rows"]
     assert [(row["runtime"], row["attention"]) for row in rows] == [
-        ("eager", "softmax"), ("eager", "stella"), ("onnx", "softmax"), ("onnx", "stella"),
+        ("eager", "original"), ("eager", "stella"), ("onnx", "original"), ("onnx", "stella"),
     ]  # fmt: skip
     for row in rows:
         assert row["status"] == "ok" and 0 < row["ms"]["p50"] <= row["ms"]["p90"] and row["error"] < 1e-4

@@ -87,7 +87,7 @@ def test_an_unreachable_hub_is_one_line_at_once(tmp_path: Path, monkeypatch: pyt
 def test_convert_says_what_it_cannot_take() -> None:
     with pytest.raises(LinvitError, match=r"takes a model, not 'deit_x': build it with timm.create_model\('deit_x'"):
         linvit.convert("deit_x", "stella")  # type: ignore[arg-type]
-    with pytest.raises(LinvitError, match="takes a model, not 3"):
+    with pytest.raises(LinvitError, match=r"takes a model, not int$"):
         linvit.convert(3, "stella")  # type: ignore[arg-type]
     with pytest.raises(LinvitError, match="Linear has no attention that linvit can swap"):
         linvit.convert(torch.nn.Linear(2, 2), "stella")

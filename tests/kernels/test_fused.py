@@ -104,6 +104,6 @@ def test_a_kernel_that_leaves_its_tensors_is_found(device: torch.device) -> None
     q, k, v = (draw(device, torch.float32, 1, 1, 20, 8, seed=seed) for seed in range(3))
     nothing, formula = (None,) * 6, FORMULAS["relu"]
     launch = linear.prepare("forward", signature_of(q, k, v), formula, linear.Beside.of(nothing, formula), False)
-    launch.phases[0](q, k, v, rows_like(v), *nothing)
+    launch.phases[0](q, k, v, rows_like(v), *nothing, None)
     with pytest.raises(Exception, match="outside of all tensors"):
-        launch.phases[0](q, k[:, :, :19].clone(), v, rows_like(v), *nothing)
+        launch.phases[0](q, k[:, :, :19].clone(), v, rows_like(v), *nothing, None)

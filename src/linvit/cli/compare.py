@@ -133,8 +133,8 @@ def close(store: "Store", pack: Path | None, merged: list[tuple[Path, dict[str, 
         print_json({"store": str(store.folder), "merged": added, "packed": packed, "notes": store.notes})
         return
     for other, counts in merged:
-        new = ", ".join(f"{number} {name[:-1] if number == 1 else name}" for name, number in counts.items() if number)
-        say(f"{other}: {new or 'nothing'} new")
+        words = [f"{n} {name if n > 1 else name.removesuffix('s')}" for name, n in counts.items() if n]
+        say(f"{other}: {', '.join(words) or 'nothing'} new")
     if packed is not None:
         say(f"{pack}: {packed} files")
     for note in store.notes:

@@ -31,7 +31,7 @@ def no_kernels_on(device: torch.device) -> str | None:
 @lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU: for tests, by TRITON_INTERPRET=1."""
-    from linvit.kernels.linear.tiles import INTERPRETED
+    from linvit.kernels.tiles import INTERPRETED
 
     return bool(INTERPRETED.value)
 

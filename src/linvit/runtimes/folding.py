@@ -38,8 +38,8 @@ def fold(model: nn.Module, images: Tensor, *, scales: bool) -> None:
     for host in hosts:
         project_apart(host)
         counts = keys.get(id(host), set())
-        if len(counts) == 1 and None not in counts:
-            fold_at(host, *counts)
+        if len(counts) == 1 and (count := counts.pop()) is not None:
+            fold_at(host, count)
 
 
 def fold_at(host: Any, keys: int) -> None:
@@ -48,7 +48,7 @@ def fold_at(host: Any, keys: int) -> None:
     width = host.apart[1].out_features // host.num_heads
     if type(mechanism) is ReluQuadratic:
         scale(values, width**-0.5 / keys)
-        mechanism.forward = MethodType(attend_by_blocks, mechanism)
+        mechanism.forward = MethodType(attend_by_blocks, mechanism)  # type: ignore[method-assign]
     elif plain(mechanism):
         if isinstance(mechanism.normaliser, Constant):
             scale(values, float(mechanism.normaliser.factor(keys, width)))
@@ -111,7 +111,7 @@ def keys_seen(model: nn.Module, hosts: list[Host], images: Tensor) -> dict[int, 
 def scale(linear: nn.Linear, factor: float) -> None:
     with torch.no_grad():
         for parameter in linear.parameters():
-            parameter *= factor
+            parameter.mul_(factor)
 
 
 def plain(mechanism: Any) -> bool:
@@ -154,7 +154,8 @@ def join_projections(host: Any, keys: int, *, values_last: bool) -> None:
 def attend_and_project(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """The forward of a ViT's host with its output projection in the state, and perhaps that of the values."""
     q, k = (self.mechanism.feature(linear(x)) for linear in self.apart[:2])
-    heads, total = (self.num_heads, -1), None if self.sum_keys is None else self.sum_keys @ k
+    heads: tuple[int, int] = (self.num_heads, -1)
+    total: Any = None if self.sum_keys is None else self.sum_keys @ k
     if self.heads_in is None:
         state = self.split_heads(k).mT @ self.split_heads(self.apart[2](x))
     else:

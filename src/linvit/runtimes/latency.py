@@ -94,7 +94,7 @@ def fill_vectors(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for vector in (p for p in model.parameters() if p.ndim == 1):
-            vector += 0.02 * torch.randn(vector.shape, generator=generator)
+            vector.add_(0.02 * torch.randn(vector.shape, generator=generator))
 
 
 def measure(
@@ -109,8 +109,8 @@ def measure(
             files[row["attention"]] = error
     for rows in groups:
         for row in rows:
-            if isinstance(error := files[row["attention"]], Exception):
-                row |= failure(error)
+            if isinstance(file := files[row["attention"]], Exception):
+                row |= failure(file)
         written = {attention: path for attention, path in files.items() if isinstance(path, Path)}
         time_together([row for row in rows if row["attention"] in written], models, images, written, budget)
         yield from rows

@@ -118,9 +118,9 @@ def prepare(
     padded = (columns[0], columns[1] * layout.value_blocks, columns[2]) != (head_dim, value_dim, 0)
     *turn, turned = beside.turn
     *near, taps = beside.near if layout.group <= MOST_FILTERED and what == "forward" else (0, 0, 0)
-    unit, strides = in_units(dtype.itemsize, *strides)
+    unit, steps = in_units(dtype.itemsize, *strides)
     values = (
-        *strides, *apart, *(beside.mask or (0, 0)), *turn, *near,
+        *steps, *apart, *(beside.mask or (0, 0)), *turn, *near,
         *(heads, queries, keys, queries - turned, how.query_chunk, how.key_chunk),
         *(formula.scale, formula.eps, formula.feature_eps, formula.own, formula.norm_eps),
     )  # fmt: skip

@@ -8,7 +8,7 @@ A turned feature is `f·cos + partner·sin`: pairs of channels are neighbours ("
 import triton
 import triton.language as tl
 
-from linvit.kernels.linear import tiles
+from linvit.kernels import tiles
 
 
 @triton.jit

@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from linvit.kernels.linear import features, kernels, tiles
+from linvit.kernels import tiles
+from linvit.kernels.linear import features, kernels, states
 
 
 @triton.jit
@@ -151,9 +152,9 @@ def query_gradient_phase(q_tile, g_tile, v_tile, dq_tile, dv_tile, mask, q_n, g_
         tiles.store(dq_tile, start, dq_n, dq, ours, q_ok, PADDED)
     if not ROW_SUM:
         d_state = tiles.each_times(d_state, scale)
-    d_state = tiles.diagonal(d_state, G)
+    d_state = states.diagonal(d_state, G)
     if features.over_tokens(FEATURE):
-        d_state = tiles.averaged(d_state, key_sum)
+        d_state = states.averaged(d_state, key_sum)
         d_key_sum = average_gradient(whole, d_state, key_sum, COMPUTE)
     else:
         d_key_sum = own_columns(d_key_sums, G)
@@ -256,7 +257,7 @@ def backward_kernel(
         d_state += place * NUMBERS
 
     if state is not None:
-        s, key_sum, value_sum, count = tiles.load_state(state + pid.to(tl.int64) * NUMBERS, G * DW, DR, G * VW, VR)
+        s, key_sum, value_sum, count = states.load_state(state + pid.to(tl.int64) * NUMBERS, G * DW, DR, G * VW, VR)
     elif PHASE != "keys":
         state_k = tiles.tiles(k, batch, head, 0, k_b, k_h, k_n, k_d, STATE_BLOCK, G, DW, DR)
         state_v = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, STATE_BLOCK, G, VW, VR)
@@ -264,10 +265,10 @@ def backward_kernel(
             state_k, state_v, mask, k_n, v_n, mask_n, 0, keys, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
             FEATURE, ROW_SUM, CONSTANT, TURN, PADDED, G, OPERAND, PRECISION)  # fmt: skip
     if PHASE == "keys":
-        ds, d_key_sum, d_value_sum, d_count = tiles.load_state(d_state, G * DW, DR, G * VW, VR)
+        ds, d_key_sum, d_value_sum, d_count = states.load_state(d_state, G * DW, DR, G * VW, VR)
     else:
         if features.over_tokens(FEATURE):
-            s = tiles.averaged(s, key_sum)
+            s = states.averaged(s, key_sum)
         q_tile = tiles.tiles(q, batch, head, 0, q_b, q_h, q_n, q_d, BLOCK, G, DW, DR)
         g_tile = tiles.tiles(g, batch, head, first, g_b, g_h, g_n, g_d, BLOCK, G, VW, VR)
         dq_start = dq + block.to(tl.int64) * dq_s
@@ -282,7 +283,7 @@ def backward_kernel(
             c, scale, eps, feature_eps, own, norm_eps,
             FEATURE, ROW_SUM, CLAMP, CONSTANT, OWN, NORM, TURN, PADDED, G, COMPUTE, PRECISION)  # fmt: skip
         if d_state is not None and (PHASE == "queries" or chunk == 0):
-            tiles.save_state(d_state, ds, d_key_sum, d_value_sum, d_count)
+            states.save_state(d_state, ds, d_key_sum, d_value_sum, d_count)
 
     if PHASE != "queries":
         if d_constant is not None and chunk == 0:

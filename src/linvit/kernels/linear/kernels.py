@@ -20,7 +20,8 @@ saved. Rotary position turns the features that go into the state and meet it, no
 import triton
 import triton.language as tl
 
-from linvit.kernels.linear import features, tiles
+from linvit.kernels import tiles
+from linvit.kernels.linear import features, states
 from linvit.kernels.local import bands
 
 
@@ -63,7 +64,7 @@ def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, s
             value_sum = tiles.add_sums(value_sum, tiles.as_type(v, tl.float32))
             count += tl.sum(keep.to(tl.float32))
         state, key_sums = tiles.settled(state), tiles.settled(key_sums)
-    return tiles.diagonal(state, G), tiles.first_columns(key_sums), value_sum, count, shift
+    return states.diagonal(state, G), tiles.first_columns(key_sums), value_sum, count, shift
 
 
 @triton.jit
@@ -152,7 +153,7 @@ def forward_kernel(
         state += place * NUMBERS
 
     if PHASE == "queries":
-        s, key_sum, value_sum, count = tiles.load_state(state, G * DW, DR, G * VW, VR)
+        s, key_sum, value_sum, count = states.load_state(state, G * DW, DR, G * VW, VR)
     else:
         begin, end = 0, keys
         if PHASE == "keys":
@@ -163,7 +164,7 @@ def forward_kernel(
             k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
             FEATURE, ROW_SUM, CONSTANT, TURN, PADDED, G, OPERAND, PRECISION)  # fmt: skip
         if state is not None and (PHASE == "keys" or chunk == 0):
-            tiles.save_state(state, s, key_sum, value_sum, count)
+            states.save_state(state, s, key_sum, value_sum, count)
 
     if PHASE != "keys":
         c = 0.0
@@ -172,7 +173,7 @@ def forward_kernel(
             if SQUARED:
                 c = c * c
         if features.over_tokens(FEATURE):
-            s = tiles.averaged(s, key_sum)
+            s = states.averaged(s, key_sum)
         q_tile = tiles.tiles(q, batch, head, 0, q_b, q_h, q_n, q_d, BLOCK, G, DW, DR)
         v_tile = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, BLOCK, G, VW, VR)
         v_sides = tiles.tiles(v, batch, head, first, v_b, v_h, v_n, v_d, bands.SIDE, G, VW, VR)

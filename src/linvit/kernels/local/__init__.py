@@ -165,7 +165,7 @@ def prepare_token_gradient(signature: Signature, near: Strides, weighs: bool, pr
     from linvit.kernels.local import kernels
 
     batch, heads, tokens, width = signature.shape
-    *near, taps = near
+    *places, taps = near
     channels = max(16, min(64, power_of_two(width)))
     blocks, block = -(-width // channels), 64
     chunks = max(1, min(-(-tokens // block), 3 * processors // (batch * heads * blocks)))
@@ -175,19 +175,8 @@ def prepare_token_gradient(signature: Signature, near: Strides, weighs: bool, pr
     _, compute, precision = fused.operands(signature.dtypes[0], signature.device.type == "cpu")
     values = (
         *strides,
-        *near,
-        heads,
-        tokens,
-        chunk,
-        weighs,
-        unit,
-        width,
-        blocks,
-        channels,
-        block,
-        taps,
-        compute,
-        precision,
+        *(*places, heads, tokens, chunk),
+        *(weighs, unit, width, blocks, channels, block, taps, compute, precision),
     )
     launch = Launch(
         kernels.token_gradient_kernel, (batch * heads * blocks, chunks, 1), values, num_warps=4, num_stages=2

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, assignment"
 """A filter along the tokens as a product of matrices: a band of its taps times a block of tokens and 16 on each side.
 
-Values are tuples of pieces and heads may share a tile, as in `linvit.kernels.linear.tiles`; each head has its own band.
+Values are tuples of pieces and heads may share a tile, as in `linvit.kernels.tiles`; each head has its own band.
 """
 
 import triton

@@ -8,8 +8,8 @@ tap, shifted: all but the first come from the cache. Sums are in float32. Tokens
 import triton
 import triton.language as tl
 
-from linvit.kernels.linear.tiles import settled, strides
 from linvit.kernels.local import bands
+from linvit.kernels.tiles import settled, strides
 
 
 @triton.jit

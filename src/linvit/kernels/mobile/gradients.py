@@ -8,8 +8,8 @@ the product of the state and its gradient: no further pass over the tokens.
 import triton
 import triton.language as tl
 
-from linvit.kernels.linear.tiles import settled
 from linvit.kernels.mobile import kernels
+from linvit.kernels.tiles import settled
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def state_gradient_kernel(q, g, flow, final, partial, q_b, q_h, q_n, q_d, g_b, g
             along = tl.sum(a * tl.reshape(d_a, [BLOCK, M, W]), 2)
             d_sums -= (along * gamma * below)[:, :, None] * a
         weighed = tl.reshape(a * gamma[:, :, None], [BLOCK, M * W]).to(KIND)
-        d_state = settled(tl.dot(tl.trans(weighed), dy, d_state, input_precision=PRECISION))
+        d_state = settled((tl.dot(tl.trans(weighed), dy, d_state, input_precision=PRECISION),))[0]
     at = partial + (tl.program_id(1) * batches + batch).to(tl.int64) * d_size
     kernels.put_state(at, first, channels, d_state, W, V)
     _, d_sums_ptr, there = kernels.state_at(at, first, heads, W, V, M)

@@ -16,7 +16,7 @@ by one. The rest is elementwise on tiles of (tokens, heads, channels) in float32
 import triton
 import triton.language as tl
 
-from linvit.kernels.linear.tiles import INTERPRETED, settled, strides
+from linvit.kernels.tiles import INTERPRETED, settled, strides
 
 CALM = tl.constexpr(60.0)  # Ō up to which exp needs no maximum subtracted
 
@@ -241,7 +241,7 @@ def keys_kernel(k, v, flow, mask, partial, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_
         total += weight
         sums += c
         weighed = tl.reshape(c * weight[:, :, None], [BLOCK, M * W]).to(KIND)
-        state = settled(tl.dot(tl.trans(weighed), x.to(KIND), state, input_precision=PRECISION))
+        state = settled((tl.dot(tl.trans(weighed), x.to(KIND), state, input_precision=PRECISION),))[0]
     at = partial + (tl.program_id(1) * batches + batch).to(tl.int64) * size
     put_state(at, first, channels, state, W, V)
     _, sums_ptr, there = state_at(at, first, heads, W, V, M)

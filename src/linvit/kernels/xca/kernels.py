@@ -7,14 +7,14 @@
 
 Between them, in registers: S = τ · G / (|q_i| · |k_j|), A = softmax(S) over its rows, and back. PHASE "both" runs the
 two phases of a direction in one program over all tokens; "first" leaves the sums of a chunk, which the programs of
-"second" add up in order, each again. A head's channels are a tuple of pieces, see linear/tiles.py.
+"second" add up in order, each again. A head's channels are a tuple of pieces, see tiles.py.
 """
 # mypy: disable-error-code="no-untyped-def, assignment"
 
 import triton
 import triton.language as tl
 
-from linvit.kernels.linear import tiles
+from linvit.kernels import tiles
 
 
 @triton.jit
