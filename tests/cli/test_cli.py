@@ -254,10 +254,3 @@ def test_the_shell_completes_options_of_a_verb() -> None:
 def test_the_installed_command_runs_a_verb() -> None:
     shown, heavy = quickly("list", "plans", "--json")
     assert "mixa" in shown and heavy == "linvit timm torch"
-
-
-def test_python_m_linvit() -> None:
-    from linvit import __version__
-
-    done = subprocess.run([sys.executable, "-m", "linvit", "--version"], check=True, capture_output=True, text=True)
-    assert done.stdout == f"linvit {__version__}\n"

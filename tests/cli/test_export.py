@@ -41,20 +41,15 @@ def test_export_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_bench_edge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, plot = tmp_path / "edge.json", tmp_path / "edge.png"
-    words = ["--plan", "stella", "--size", "32", "--runtime", "eager,onnx", "--budget", "0.05"]
+    words = ["--plan", "stella", "--size", "32", "--runtime", "onnx", "--budget", "0.05"]
     assert run("bench", "edge", "vit_tiny_patch16_224", *SMALL, *words, "-o", result, "--plot", plot) == 0
     printed = capsys.readouterr().out
-    assert "attention's share" in printed and plot.stat().st_size > 1000
+    assert "attention's share" in printed and plot.stat().st_size > 1000  # what it is by eager PyTorch: test_latency
     rows = json.loads(result.read_text())["rows"]
-    assert [(row["runtime"], row["attention"]) for row in rows] == [
-        ("eager", "original"), ("eager", "stella"), ("onnx", "original"), ("onnx", "stella"),
-    ]  # fmt: skip
+    assert [(row["runtime"], row["attention"]) for row in rows] == [("onnx", "original"), ("onnx", "stella")]
     for row in rows:
         assert row["status"] == "ok" and 0 < row["ms"]["p50"] <= row["ms"]["p90"] and row["error"] < 1e-4
         assert row["peak_bytes"] > 2**20 and row["file_bytes"] > 1000 and row["ratio"] > 0
-    layers = rows[0]["layers"]
-    assert [layer["name"] for layer in layers["attention"]] == ["blocks.0.attn"]
-    assert 0 < layers["attention"][0]["mechanism_ms"] < layers["attention"][0]["ms"] < layers["model_ms"]
     assert run("bench", "edge", "--from", result) == 0
     assert run("bench", "edge", "vit_tiny_patch16_224", "--runtime", "tflite") == 2
     assert linvit.__version__ in result.read_text()

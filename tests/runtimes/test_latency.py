@@ -62,7 +62,10 @@ def test_rows_of_a_group_that_was_left_half_done(tmp_path: Path, monkeypatch: py
     given: dict[str, Any] = {"sizes": [(160, 160)], "threads": [1], "runtimes": ("eager",), "args": {}}
     rows = list(latency.sweep("test_vit", converts, **given, budget=0.01, files=tmp_path / "kept"))
     assert [row["attention"] for row in rows] == ["original", "stella"]
-    assert all(row["status"] == "ok" and row["ratio"] == 1 and row["layers"] for row in rows)
+    assert all(row["status"] == "ok" and row["ratio"] == 1 for row in rows)
+    layers = rows[0]["layers"]
+    assert [layer["name"] for layer in layers["attention"]] == [f"blocks.{i}.attn" for i in range(6)]
+    assert 0 < layers["attention"][0]["mechanism_ms"] < layers["attention"][0]["ms"] < layers["model_ms"]
     kept = sorted((tmp_path / "kept").iterdir())
     done = frozenset(latency.key(row) for row in rows[:1])
     again = list(latency.sweep("test_vit", converts, **given, done=done, budget=0.01, files=tmp_path / "kept"))
