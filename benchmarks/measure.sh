@@ -1,11 +1,20 @@
 #!/usr/bin/env bash
-# Measures what results/ holds for one GPU, the most important first: benchmarks/measure.sh FOLDER NAME
-# NAME, such as h200, ends the files' names. With IMAGES=imagenette128.tar training is measured as well. With `warm` as a
-# third word the same is run all at once and nothing is kept: compilers fill their caches, which takes most of the time
-# otherwise.
+# Measures what results/ holds for one GPU: benchmarks/measure.sh FOLDER NAME [warm] [PART…]
+# NAME, such as h200, ends the files' names. PART is one or some of
+#   kernels   the papers' mechanisms beside SDPA on the shapes of the preset `kernels`
+#   models    ViT-B, DINOv2-B, SigLIP So400m, DeiT-S and Swin-T, compiled, beside their softmax
+#   auto      what the plan auto converts of ten models, and what that buys
+#   older     the results that came before these
+# or all of them, in this order. With IMAGES=imagenette128.tar `older` measures training as well. With `warm` the same is
+# run all at once and nothing is kept: compilers fill their caches, which takes most of the time otherwise. What is there
+# is not measured again.
 set -u
 images=${IMAGES-}
-out=$1 name=$2 warm=${3-}
+out=$1 name=$2 warm=
+shift 2
+[ "${1-}" = warm ] && warm=1 && shift
+parts=${*:-kernels models auto older}
+part() { [[ " $parts " == *" $1 "* ]]; }
 
 bench() { # result, then the command; a result that is there is left alone
   local file=$out/$1-$name.json quick=(--budget 0.0001)
@@ -20,6 +29,38 @@ bench() { # result, then the command; a result that is there is left alone
     echo "$SECONDS s"
   fi
 }
+
+if part kernels; then
+  for mechanism in castling qt efficient mobile relu_linear stella relu_quadratic angular elu_linear; do
+    how=(op -m $mechanism --preset kernels --budget 0.02)
+    bench op-$mechanism-kernels "${how[@]}" --compared "$([ "$warm" ] && echo ours || echo ours,sdpa)"
+  done
+fi
+
+# model's short name, then words of the command
+compiled() {
+  bench "model-$1" model "${@:2}" --modes compiled,graph --budget 0.5
+}
+if part models; then
+  for plan in stella relu_linear mixa castling qt; do
+    compiled vit_base-$plan vit_base_patch16_224 --plan $plan --size 1024 --batch 8
+    compiled dinov2_base-$plan vit_base_patch14_dinov2 --plan $plan --size 518 --batch 16
+    compiled siglip_so400m-$plan vit_so400m_patch14_siglip_384 --plan $plan --size 384 --batch 16
+    compiled deit_small-$plan-sizes deit_small_patch16_224 --plan $plan --size 224,224,448,896,1792 --batch 64,256,64,16,4
+  done
+  compiled swin_tiny-mixa-compiled swin_tiny_patch4_window7_224 --plan mixa --size 224,448 --batch 128,32
+fi
+
+if part auto; then
+  some=deit_small_patch16_224,vit_base_patch14_dinov2,vit_small_patch16_dinov3,samvit_base_patch16,sam2_hiera_tiny
+  some+=,swin_tiny_patch4_window7_224,hiera_tiny_224,tiny_vit_5m_224,davit_tiny,pvt_v2_b2
+  bench auto auto $some --size 224,1024
+fi
+
+if [ "$warm" ]; then
+  wait
+fi
+part older || exit 0
 
 deit=(model deit_small_patch16_224 --plan stella)
 sizes=(--size 224,224,896,1792 --batch 64,256,16,4)
