@@ -23,6 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "deployment.md"
 KIND = "mobile edge"
 RUNTIMES = ("coreml", "onnx", "openvino", "executorch")
+OTHERS = "other models"
 TITLES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO", "executorch": "ExecuTorch"}
 ORDER = ("eager", "compiled", *TITLES)
 
@@ -151,16 +152,28 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def page() -> str:
-    """docs/deployment.md with its tables as the result files have them: under each mark, what it names."""
-    text = PAGE.read_text(encoding="utf-8")
+    """docs/deployment.md with its tables as the result files have them: under each mark what it names, and the results
+    of `bench edge` that have no mark of their own under that of the others, by their models' names."""
+    text, others = PAGE.read_text(encoding="utf-8"), []
     for path in sorted(RESULTS.glob("edge-*.json")):
         result = read_result(path)
         table = mobile_table(result["rows"]) if result["kind"] == KIND else latency_table(result)
-        start, end = f"<!-- {path.name}: written by `make docs` -->\n", "<!-- end -->"
-        if start in text:
-            before, _, rest = text.partition(start)
-            text = f"{before}{start}\n{table}\n\n{end}{rest.partition(end)[2]}"
-    return text
+        if mark(path.name) in text:
+            text = under(path.name, table, text)
+        else:
+            others.append(f"`{result['model']}`:\n\n{table}")
+    return under(OTHERS, "\n\n".join(others), text)
+
+
+def mark(name: str) -> str:
+    return f"<!-- {name}: written by `make docs` -->\n"
+
+
+def under(name: str, content: str, text: str) -> str:
+    """The text with this content under the mark of that name."""
+    before, start, rest = text.partition(mark(name))
+    end = "<!-- end -->"
+    return f"{before}{start}\n{content}\n\n{end}{rest.partition(end)[2]}"
 
 
 def plot(folder: Path) -> None:
