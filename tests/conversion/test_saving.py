@@ -264,7 +264,10 @@ def test_damaged_and_missing_files_are_one_line(saved: Path) -> None:
     with pytest.raises(LinvitError, match=r"config.json is damaged"):
         load(saved)
     (saved / CONFIG).unlink()
-    with pytest.raises(LinvitError, match=r"holds no config.json"):
+    with pytest.raises(LinvitError, match=r"holds no config.json: linvit.save did not write it"):
+        load(saved)
+    save(converted(), saved / "best")  # as a training leaves it
+    with pytest.raises(LinvitError, match=r"holds no config.json: the models of this run are \S+best$"):
         load(saved)
     with pytest.raises(LinvitError, match="there is no folder"):
         load(saved / "nowhere")

@@ -191,7 +191,9 @@ def read_config(folder: Path) -> SavedConfig:
     path = folder / CONFIG
     if not path.is_file():
         refuse_pickles(folder)
-        raise LinvitError(f"{folder} holds no {CONFIG}: linvit.save did not write it")
+        models = [str(folder / name) for name in ("best", "last") if (folder / name / CONFIG).is_file()]  # of a training
+        why = f"the models of this run are {' and '.join(models)}" if models else "linvit.save did not write it"
+        raise LinvitError(f"{folder} holds no {CONFIG}: {why}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
