@@ -191,7 +191,7 @@ def read_config(folder: Path) -> SavedConfig:
     path = folder / CONFIG
     if not path.is_file():
         refuse_pickles(folder)
-        models = [str(folder / name) for name in ("best", "last") if (folder / name / CONFIG).is_file()]  # of a training
+        models = [str(folder / name) for name in ("best", "last") if (folder / name / CONFIG).is_file()]
         why = f"the models of this run are {' and '.join(models)}" if models else "linvit.save did not write it"
         raise LinvitError(f"{folder} holds no {CONFIG}: {why}")
     try:
