@@ -78,3 +78,14 @@ def test_biases_are_not_left_out_because_they_are_zero() -> None:
     model = timm.create_model("test_vit")
     latency.fill_vectors(model)
     assert all(bool((p != 0).all() and (p != 1).all()) for p in model.parameters() if p.ndim == 1)
+
+
+def test_a_model_of_any_size_is_exported_at_the_size_that_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pyramids are not built for a size, and their own would be exported otherwise."""
+    asked = []
+    monkeypatch.setattr(latency, "export", lambda model, to, path, size, count: asked.append((size, path.suffix)))
+    row = {"runtime": "onnx", "attention": "original", "resolution": "64x96"}
+    latency.write(timm.create_model("pvt_v2_b0", num_classes=2), row, (64, 96), tmp_path)
+    assert asked == [((64, 96), ".onnx")]

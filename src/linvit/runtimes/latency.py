@@ -104,7 +104,7 @@ def measure(
     files: dict[str, Path | Exception] = {}
     for row in groups[0]:
         try:
-            files[row["attention"]] = write(models[row["attention"]], row, folder)
+            files[row["attention"]] = write(models[row["attention"]], row, (images.shape[2], images.shape[3]), folder)
         except Exception as error:  # one that cannot be exported must not cost the others
             files[row["attention"]] = error
     for rows in groups:
@@ -116,9 +116,9 @@ def measure(
         yield from rows
 
 
-def write(model: nn.Module, row: dict[str, Any], folder: Path) -> Path:
-    """The model as the runtime opens it, verified where it is a file of another, under a name that tells which model
-    by which source it is."""
+def write(model: nn.Module, row: dict[str, Any], size: tuple[int, int], folder: Path) -> Path:
+    """The model as the runtime opens it for images of this size, verified where it is a file of another, under a name
+    that tells which model by which source it is."""
     runtime, described = row["runtime"], f"{model} {row['attention']} {row['resolution']} {source_digest()}"
     stem = folder / f"{type(model).__name__}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
     if runtime in PYTORCH:
@@ -127,7 +127,7 @@ def write(model: nn.Module, row: dict[str, Any], folder: Path) -> Path:
         return stem
     path = stem.with_suffix(find_target(runtime).suffix)
     if not Path(f"{path}.json").exists():
-        export(model, runtime, path, count=VERIFIED)
+        export(model, runtime, path, size=size, count=VERIFIED)
     return path
 
 
