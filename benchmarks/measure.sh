@@ -12,7 +12,11 @@ set -u
 images=${IMAGES-}
 out=$1 name=$2 warm=
 shift 2
-[ "${1-}" = warm ] && warm=1 && shift
+if [ "${1-}" = warm ]; then
+  warm=1
+  shift
+  export TORCHINDUCTOR_COMPILE_THREADS=4
+fi
 parts=${*:-kernels models auto older}
 part() { [[ " $parts " == *" $1 "* ]]; }
 
@@ -74,7 +78,6 @@ mobile=(op -m mobile --batch 64 --heads 6 --head-dim 64 --tokens 196,784,3136)
 tiny=(training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_size=8 --data "$images")
 
 if [ "$warm" ]; then
-  export TORCHINDUCTOR_COMPILE_THREADS=4
   for size in "224 64" "224 256" "896 16" "1792 4"; do
     read -r pixels batch <<<"$size"
     bench model-deit_small-stella "${deit[@]}" --size "$pixels" --batch "$batch" --modes compiled --passes training

@@ -240,7 +240,7 @@ def test_runs_share_gpus_speeds_come_last_and_alone_and_failures_stop_no_other(
     ray: Any, cluster: Any, tmp_path: Path
 ) -> None:
     """Ray takes our word for a GPU, which is enough to see where tasks go."""
-    node = cluster.add_node(num_cpus=2, num_gpus=1, object_store_memory=100 * 2**20)
+    node = cluster.add_node(num_cpus=3, num_gpus=1, object_store_memory=100 * 2**20)
     try:
         runs = [make_task(number, seconds=0.8) for number in range(4)]
         speeds = [make_task(number, "speed", seconds=0.3) for number in (10, 11)]

@@ -29,11 +29,8 @@ def check(found: machine_code.Recorder, folder: Path, *, waits: bool = False) ->
 
 
 @compiled
-@pytest.mark.parametrize(
-    "name, dtype, batch, heads, tokens, dim",
-    [("stella", BF16, 2, 3, 197, 24), ("stella", FP16, 64, 6, 196, 64), ("relu", BF16, 64, 6, 196, 64),
-     ("elu", FP16, 2, 3, 197, 24), ("qt", BF16, 64, 6, 196, 64), ("efficient", FP16, 2, 3, 197, 24)],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype, batch, heads, tokens, dim", [(BF16, 2, 3, 197, 24), (FP16, 64, 6, 196, 64)], ids=str)
+@pytest.mark.parametrize("name", ["stella", "relu", "elu", "qt", "efficient"])
 def test_linear_attention(
     name: str, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, tmp_path: Path
 ) -> None:
@@ -113,7 +110,7 @@ def test_xca(batch: int, heads: int, tokens: int, dim: int, tmp_path: Path) -> N
     check(found, tmp_path)
 
 
-@pytest.mark.parametrize("capability, dtype, dim", [(80, FP16, 96), (86, BF16, 128), (120, FP32, 64)])
+@pytest.mark.parametrize("capability, dtype, dim", [(80, FP16, 96), (86, BF16, 128), (89, FP32, 64), (120, BF16, 80)])
 def test_xca_fits_the_shared_memory_of_other_chips(capability: int, dtype: torch.dtype, dim: int) -> None:
     memory = 1024 * {80: 163}.get(capability, 99)
     for launch, tensors in machine_code.xca(dtype, 64, 16, 1025, dim, memory).calls.values():

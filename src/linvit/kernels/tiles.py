@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, assignment"
-"""What the kernels of linear attention are made of: tiles of tokens, and a head's channels in one piece or two.
+"""What the kernels of all ops are made of: tiles of tokens, and a head's channels in one piece or two.
 
 Tiles are powers of two wide, and a head of 80 channels would waste more than half of every product in one of 128. So it
 may lie in two, 64 and 16 wide. Whatever has a head's channels is therefore a tuple of its pieces, and a state the tuple
