@@ -46,14 +46,26 @@ def by_loops(q: Tensor, k: Tensor, v: Tensor, small: int, released: bool, eps: f
     return out
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference"])  # narrow heads go channel by channel, wide ones as any linear's
 @pytest.mark.parametrize("variant", ["poster", "released"])
 @pytest.mark.parametrize("small, value_dim", [(2, 8), (4, 12), (8, 4), (2, 4)])
-def test_against_loops(variant: str, small: int, value_dim: int) -> None:
+def test_against_loops(variant: str, small: int, value_dim: int, impl: str) -> None:
     q, k, v, _ = inputs(TokenGrid(2, 3, 1), batch=1, value_dim=value_dim, dtype=torch.float64)
-    out = create_attention("mobile", variant=variant, small_head_dim=small)(q, k, v)
+    out = create_attention("mobile", variant=variant, small_head_dim=small, impl=impl)(q, k, v)
     merged = [t[0].transpose(0, 1).flatten(1) for t in (q, k, v)]
     expected = by_loops(*merged, small, variant == "released", 1e-6)
     torch.testing.assert_close(out[0].transpose(0, 1).flatten(1), expected)
+
+
+@pytest.mark.parametrize("variant", ["poster", "released"])
+def test_gradients_channel_by_channel(variant: str) -> None:
+    grid = TokenGrid(2, 3, 1)
+    tensors = [t.requires_grad_() for t in inputs(grid, batch=2, value_dim=12, dtype=torch.float64)[:3]]
+    mechanism, found = create_attention("mobile", variant=variant, small_head_dim=2), {}
+    assert mechanism.why_reference(*tensors) is None
+    for mechanism.impl in ("auto", "reference"):
+        found[mechanism.impl] = torch.autograd.grad(mechanism(*tensors).square().sum(), tensors)
+    torch.testing.assert_close(found["auto"], found["reference"])
 
 
 @pytest.mark.parametrize("heads, width", [(6, 64), (192, 2)])

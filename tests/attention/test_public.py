@@ -33,7 +33,8 @@ def test_the_public_names() -> None:
     [
         ("stella", {}, "the tensors are on cpu, not on an NVIDIA GPU"),
         ("hydra", {}, "the tensors are on cpu"),
-        ("mobile", {}, "the tensors are on cpu"),
+        ("mobile", {"small_head_dim": 8}, "the tensors are on cpu"),
+        ("mobile", {}, None),
         ("agent", {"heads": 2, "head_dim": 8, "grid": TokenGrid(8, 8)}, "it has no Triton kernel"),
         ("xca", {"heads": 2}, "the tensors are on cpu"),
         ("stella", {"heads": 2, "head_dim": 8, "local": 3}, "the tensors are on cpu"),

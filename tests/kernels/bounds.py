@@ -1,6 +1,7 @@
 """In Triton's interpreter every address that a kernel reads or writes must lie in a tensor that it was given.
 
-On a GPU one that does not is found only where nothing else lies, and then it ends the process.
+On a GPU one that does not is found only where nothing else lies, and then it ends the process. So does a launch that
+was compiled for tensors of other types, or for one that is not there: there it is compiled once, here never.
 """
 
 from __future__ import annotations
@@ -49,10 +50,12 @@ class Watched:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Launches inside read and write nothing but what they are given."""
+    """Launches inside read and write nothing but what they are given, and are given tensors of one kind."""
     memory, launch = Watched(interpreter._interpreter), Launch.__call__
 
     def run(self: Launch, *tensors: Tensor | None) -> None:
+        kinds = [None if tensor is None else tensor.dtype for tensor in tensors]
+        assert vars(self).setdefault("kinds", kinds) == kinds, "compiled for tensors of another kind"
         memory.give(tensors)
         launch(self, *tensors)
 

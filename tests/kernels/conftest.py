@@ -7,6 +7,7 @@ read where kernels are compiled, with or without a GPU.
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,42 @@ def patch_once() -> None:
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, patched_once
 
 
+def compute_once() -> None:
+    """Beside every sum and product of integers the interpreter computes it again in 64 bits and compares, for an
+    assertion that is made where `debug` is set only: a third of its time. For every tensor it makes NumPy's names of
+    all types and a shape of constants anew: here once for each type and each shape."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    builder, twin = interpreter.interpreter_builder, interpreter._get_np_dtype
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    twins: dict[str, Any] = {}
+
+    def twin_once(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in twins:
+            twins[name] = twin(kind)
+        return twins[name]
+
+    make = core.tensor.__init__
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def made(tensor: Any, handle: Any, kind: Any) -> None:
+        shape = tuple(kind.shape.values) if kind.is_block() else ()
+        if shape in shapes:
+            tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+            tensor.shape, tensor.numel = shapes[shape]
+        else:
+            make(tensor, handle, kind)
+            shapes[shape] = tensor.shape, tensor.numel
+
+    interpreter._get_np_dtype, core.tensor.__init__ = twin_once, made
+
+
 if INTERPRETED:
     patch_once()
+    compute_once()
     collect_ignore = sorted({"test_interpreted.py", *COMPILED})
 else:
     collect_ignore = ["test_interpreted.py"] if ON_GPU else sorted(FILES - COMPILED - {"test_interpreted.py"})

@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from linvit.kernels import angular as angular_launch
 from linvit.kernels import linear as linear_launch
 from linvit.kernels import local as local_launch
 from linvit.kernels import mobile as mobile_launch
@@ -59,6 +60,7 @@ class Recorder:
     calls: dict[Any, tuple[Launch, tuple[Tensor | None, ...]]] = field(default_factory=dict)
 
     def note(self, launch: Launch, *tensors: Tensor | None) -> None:
+        assert max(launch.grid[1:]) < 2**16
         kinds = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
         self.calls[launch.kernel, launch.values, tuple(launch.options.items()), kinds] = (launch, tensors)
 
@@ -68,10 +70,10 @@ def recorded(memory: int = MEMORY) -> Iterator[Recorder]:
     """Launches inside are planned for a large chip with so much shared memory, noted, and not done."""
     made = Recorder()
     caches = (linear_launch.prepare, relu_quadratic_launch.prepare, local_launch.prepare, xca_launch.prepare)
-    for cache in (*caches, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
+    for cache in (*caches, angular_launch.prepare, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
         cache.cache_clear()
     with ExitStack() as patches:
-        for module in (linear_launch, relu_quadratic_launch, xca_launch):
+        for module in (angular_launch, linear_launch, relu_quadratic_launch, xca_launch):
             patches.enter_context(mock.patch.object(module, "shared_memory", lambda device: memory))
         for module in LAUNCHERS:
             patches.enter_context(mock.patch.object(module, "processors", lambda device: PROCESSORS))
@@ -89,15 +91,18 @@ def rows(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> l
 
 
 def linear(
-    formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, memory: int = MEMORY
-) -> Recorder:
-    """What linear attention launches, forward and backward."""
+    formula: Formula, dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, memory: int = MEMORY,
+    taps: int = 0,
+) -> Recorder:  # fmt: skip
+    """What linear attention launches, forward and backward; with a filter of so many taps along the tokens."""
     q, k, v, dq, dk, dv = rows(dtype, batch, heads, tokens, dim)
     turn = [meta(torch.float32, tokens, dim) if formula.turn else None for _ in range(2)]
-    given = (None, *turn, meta(torch.float32) if formula.squared else None, None, None)
+    weight = meta(torch.float32, 1, heads, 1, taps, 1) if taps else None
+    formula = formula._replace(height=tokens, width=1) if taps else formula
+    given = (None, *turn, meta(torch.float32) if formula.squared else None, weight, None)
     with recorded(memory) as found:
         out, state = linear_launch.forward(q, k, v, given, formula, True, signature_of(q, k, v))
-        wanted = (given[3] is not None, False, False)
+        wanted = (given[3] is not None, taps > 0, False)
         linear_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, given, [state], formula, wanted)
     return found
 
@@ -121,6 +126,17 @@ def relu_quadratic(
         options = relu_quadratic_launch.Options()
         (out,) = relu_quadratic_launch.forward(q, k, v, (None, bias), options, True, signature_of(q, k, v))
         relu_quadratic_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, (None, bias), [], options, (biased,))
+    return found
+
+
+def angular(
+    dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, *, masked: bool = False, memory: int = MEMORY
+) -> Recorder:
+    (q, k, v), (dq, dk, dv) = (unpack(meta(dtype, batch, tokens, 3, heads, dim)) for _ in range(2))
+    given, options = (meta(torch.bool, batch, tokens) if masked else None,), angular_launch.Options(1e-6)
+    with recorded(memory) as found:
+        out, *saved = angular_launch.forward(q, k, v, given, options, True, signature_of(q, k, v))
+        angular_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, given, [out, *saved], options, ())
     return found
 
 
@@ -154,8 +170,13 @@ def local(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> 
     return found
 
 
+def memory_of(capability: int) -> int:
+    """Bytes of shared memory that a program can have on a chip of this compute capability."""
+    return 1024 * {80: 163, 90: 227, 100: 227}.get(capability, 99)
+
+
 def build(launch: Launch, tensors: tuple[Tensor | None, ...], capability: int = 90) -> Any:
-    """The kernel compiled for a chip of this compute capability."""
+    """The kernel compiled for a chip of this compute capability, whose shared memory it fits."""
     import triton.language as tl
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
@@ -164,15 +185,19 @@ def build(launch: Launch, tensors: tuple[Tensor | None, ...], capability: int = 
     pointers = [None if tensor is None else MockTensor(kinds[tensor.dtype]) for tensor in tensors]
     options = {name: value for name, value in launch.options.items() if value is not None}
     with mock.patch.object(driver, "_active", Chip(capability)):
-        return launch.kernel.warmup(*pointers, *launch.values, grid=launch.grid, **options)
+        compiled = launch.kernel.warmup(*pointers, *launch.values, grid=launch.grid, **options)
+    assert compiled.metadata.shared <= memory_of(capability)
+    return compiled
 
 
 def instructions(launch: Launch, tensors: tuple[Tensor | None, ...], folder: Path) -> tuple[list[str], dict[str, int]]:
-    """The machine code, an instruction a line, and where its labels point."""
+    """The machine code, an instruction a line, and where its labels point.
+
+    `-ndf`: without an analysis of where it branches to, which is not read and a quarter of the time."""
     compiled = build(launch, tensors)
     file = folder / "kernel.cubin"
     file.write_bytes(compiled.asm["cubin"])
-    text = subprocess.run([DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([DISASSEMBLER, "-c", "-ndf", file], capture_output=True, text=True, check=True).stdout
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():

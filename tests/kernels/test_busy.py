@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from linvit.kernels.angular import angular
 from linvit.kernels.mobile import mobile
 from linvit.kernels.relu_quadratic import relu_quadratic
 from tests.kernels.linear_reference import FORMULAS, draw, inputs, linear_attention
@@ -63,6 +64,13 @@ def test_relu_quadratic(dtype: torch.dtype, batch: int, heads: int, tokens: int,
     assert steady(lambda: with_gradients(relu_quadratic(*tensors), tensors)) == 0
     bias = draw(torch.device("cuda"), dtype, 1, heads, tokens, tokens, seed=4).requires_grad_()
     assert steady(lambda: with_gradients(relu_quadratic(*tensors, None, bias), [*tensors, bias])) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, batch, heads, tokens, dim", [*SHAPES, (BF16, 2, 3, 197, 160)], ids=str)
+def test_angular(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> None:
+    tensors = inputs(torch.device("cuda"), dtype, batch, heads, tokens, dim)
+    assert steady(lambda: with_gradients(angular(*tensors), tensors)) == 0
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.attention import Rotary, TokenGrid, create_attention
 from linvit.kernels import linear as launch
@@ -83,6 +84,33 @@ def test_local_branch_and_the_constants_square(name: str, device: torch.device) 
     out.sin().sum().backward()
     wanted.sin().sum().backward()
     check(tuple(t.grad for t in leaves), tuple(exact[id(t)].grad for t in leaves), 1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_output_norm_behind_a_row_sum_and_a_constant(masked: bool, device: torch.device) -> None:
+    """What no mechanism of ours has, and one of another's may; the norm's gradient needs what was normalised."""
+    formula = FORMULAS["relu"]._replace(own=0.5, norm=True, norm_eps=1e-6)
+    leaves = [*inputs(device, torch.float32, 2, 3, 21, 8), torch.tensor(0.7, device=device, requires_grad=True)]
+    mask = draw(device, torch.float32, 2, 21) > -0.5 if masked else None
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    out, wanted = (
+        linear_attention(*leaves[:3], formula, mask, leaves[3]),
+        reference(*exact[:3], formula, mask, exact[3]),
+    )
+    assert error(out, wanted) < 1e-5
+    check(torch.autograd.grad(out.sin().sum(), leaves), torch.autograd.grad(wanted.sin().sum(), exact), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["castling", "focused"])
+def test_flops_with_a_filter_are_those_of_the_reference(name: str, device: torch.device) -> None:
+    grid = TokenGrid(4, 5, 1)
+    tensors = [t.detach() for t in inputs(device, torch.float32, 2, 2, grid.tokens, 8)]
+    mechanism, counts = create_attention(name, heads=2, head_dim=8, grid=grid).to(device), []
+    for mechanism.impl in ("triton", "reference"):
+        with FlopCounterMode(display=False) as counter:
+            mechanism(*tensors, grid)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize(

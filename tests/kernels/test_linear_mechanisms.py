@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import linvit
 from linvit.attention import TokenGrid, create_attention
@@ -139,6 +140,29 @@ def test_compiles_as_one_graph_with_gradients(name: str, device: torch.device) -
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
     (found,), (wanted,) = (torch.autograd.grad(run(qkv), qkv) for run in (compiled, loss))
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["castling", "focused"])
+def test_compiles_for_sizes_it_does_not_know(name: str, device: torch.device) -> None:
+    mechanism = create_attention(name, heads=2, head_dim=8, grid=GRID, impl="triton").to(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(mechanism, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for grid in (GRID, TokenGrid(5, 3)):
+            q, k, v, _ = (t.to(device) for t in inputs(grid))
+            torch.testing.assert_close(compiled(q, k, v, grid), mechanism(q, k, v, grid))
+
+
+def test_eager_calls_leave_a_compiled_one_alone(device: torch.device) -> None:
+    """What an eager call remembers is none of a compiler's business: it would compile again for each."""
+    stella, counter = create_attention("stella", impl="triton").to(device), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(stella, backend=counter, dynamic=False)
+    with torch.no_grad():
+        for grid in (GRID, TokenGrid(2, 3), TokenGrid(3, 3)):
+            stella(*(t.to(device) for t in inputs(grid)[:3]))
+            compiled(*(t.to(device) for t in inputs(GRID)[:3]))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("compiled", [False, True])

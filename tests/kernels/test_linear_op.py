@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from linvit.errors import LinvitError
 from linvit.kernels.linear import linear_attention, op, why_not
 from linvit.kernels.linear.layout import layout_of
 from tests.kernels.conftest import ON_GPU
@@ -83,6 +84,12 @@ def test_says_why_it_cannot(device: torch.device) -> None:
     assert "feature map" in str(why_not(q, k, v, formula._replace(feature="cosine")))
     assert "as many keys" in str(why_not(q, k[:, :, :9], v[:, :, :9], FORMULAS["angular"]))
     assert "empty" in str(why_not(q[:, :, :0], k, v, formula))
+    assert "divided already" in str(why_not(q, k, v, FORMULAS["efficient"]._replace(row_sum=True)))
+    apart = torch.empty(2**23 + 8, device=device).as_strided((1, 1, 2, 8), (0, 0, 2**23, 1))
+    assert "further apart" in str(why_not(apart, apart, apart, formula))
+    tensors = inputs(device, torch.float32, 1, 1, 2, 8)
+    with pytest.raises(LinvitError, match="further apart"):
+        torch.autograd.grad(linear_attention(*tensors, formula), tensors, apart)
 
 
 def test_few_ways_to_lay_out_heads() -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from linvit.attention import GridConv, TokenConv, TokenGrid
 from linvit.errors import LinvitError
-from linvit.kernels.local import Grid, filtered, why_not
+from linvit.kernels.local import Grid, filtered, prepare, prepare_weight_gradient, signature_of, why_not
 from tests.kernels.linear_reference import draw, error
 
 HEADS, WIDTH = 3, 20
@@ -67,21 +67,34 @@ def test_without_a_base_and_with_a_gelu(device: torch.device) -> None:
     torch.testing.assert_close(filtered(v, weight, bias, grid, gelu=True), wanted)
 
 
-def test_several_images_and_stretches_of_tokens_in_a_weight_gradient(device: torch.device) -> None:
-    """Parts of the sum over images and over patches, and channels of several programs."""
+@pytest.mark.parametrize("repeated", [False, True])
+def test_several_images_and_stretches_of_tokens_in_a_weight_gradient(repeated: bool, device: torch.device) -> None:
+    """Parts of the sum over images and over patches, and channels of several programs; or a filter for each image,
+    which are all the same memory."""
     grid = Grid(20, 1)
     v, weight = (
         draw(device, torch.float32, 18, 1, 20, 150),
         draw(device, torch.float32, 1, 1, 150, 3, 1).requires_grad_(),
     )
-    found, wanted = (run(v, weight, None, grid).square().sum() for run in (filtered, exactly))
+    each = weight.expand(18, -1, -1, -1, -1) if repeated else weight
+    found, wanted = (run(v, each, None, grid).square().sum() for run in (filtered, exactly))
     (one,), (other,) = torch.autograd.grad(found, weight), torch.autograd.grad(wanted, weight)
     assert error(one, other) < 1e-5
+
+
+def test_as_many_images_as_windows_make(device: torch.device) -> None:
+    """A grid of programs has room for 65,535 in its second and third axis."""
+    v = torch.empty(2**16, 3, 4, 8, device="meta")
+    signature = signature_of(v, v.new_empty(1, 3, 8, 3, 3), None, None, v, Grid(2, 2))
+    launches = [prepare(signature, False, False), prepare_weight_gradient(signature, 132)[0]]
+    assert all(max(launch.grid[1:]) < 2**16 and min(launch.grid) > 0 for launch in launches)
 
 
 def test_compiles_and_passes_opcheck(device: torch.device) -> None:
     (onto, v, weight), bias, grid = tensors("grid", device, torch.float32)
     torch.library.opcheck(torch.ops.linvit.local_filter.default, (onto, v, weight, bias, *grid, False))
+    turned = weight.detach().mT.requires_grad_()
+    torch.library.opcheck(torch.ops.linvit.local_filter.default, (onto, v, turned, bias, *grid, False))
     torch._dynamo.reset()
     compiled = torch.compile(filtered, fullgraph=True, backend="aot_eager")
     leaves = (onto, v, weight)
@@ -105,5 +118,9 @@ def test_refusals(device: torch.device) -> None:
     assert why_not(v, weight) is None
     assert "float64" in str(why_not(v.double(), weight)) and "empty" in str(why_not(v[:0], weight))
     assert "too large" in str(why_not(v, weight.new_zeros(1, 1, 1, 17, 17)))
-    with pytest.raises(LinvitError, match="twice"):
-        torch.autograd.grad(filtered(v, weight, bias, grid, onto).sum(), v, create_graph=True)
+    plain = torch.ops.linvit.local_filter(onto, v, weight, bias, *grid, False)
+    for out in (filtered(v, weight, bias, grid, onto), plain):
+        with pytest.raises(LinvitError, match="twice"):
+            torch.autograd.grad(out.sum(), v, create_graph=True)
+    with pytest.raises(LinvitError, match="no gradient"):
+        filtered(v, weight, bias, grid, gelu=True)

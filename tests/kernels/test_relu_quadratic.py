@@ -1,8 +1,6 @@
-"""The fused ReLU-quadratic attention, Triton's and the CPU's, against float64, and how PyTorch may use it."""
+"""The fused ReLU-quadratic attention against float64, and how PyTorch may use it."""
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,34 +12,9 @@ from linvit.attention import create_attention
 from linvit.clock import peak_memory
 from linvit.errors import LinvitError
 from linvit.kernels import relu_quadratic as launch
-from linvit.kernels.relu_quadratic import Options, on_cpu, relu_quadratic, why_not, why_not_bias
-from linvit.kernels.relu_quadratic import cpu as on_tiles
+from linvit.kernels.relu_quadratic import Options, relu_quadratic, why_not, why_not_bias
 from tests.kernels.conftest import ON_GPU
-
-# Relative RMS of output and gradients; the interpreter cuts float32 to bfloat16 where the GPU rounds.
-LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 6e-3}
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.ndim)]
-        scores = scores + bias.repeat(len(q) // len(bias), 1, 1, 1)
-    weight = torch.relu(scores)
-    if mask is None:
-        return weight @ v / k.shape[2]
-    keep = mask[:, None, None, :]
-    return torch.where(keep, weight, 0) @ v / keep.sum(-1, keepdim=True)
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    found, exact = found.detach().double(), exact.detach().double()
-    return float((found - exact).norm() / exact.norm().clamp_min(1e-30))
-
-
-def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
+from tests.kernels.quadratic_reference import LIMITS, draw, error, reference
 
 
 def check(
@@ -117,7 +90,7 @@ def test_a_bias_with_any_type_and_size(
     """In its own precision, which need not be the queries'; and where the last rows and columns are not whole tiles."""
     q = draw(device, dtype, 2, 2, queries, dim)
     k, v = (draw(device, dtype, 2, 2, keys, dim, seed=s) for s in (1, 2))
-    for kind in (dtype, torch.float32):
+    for kind in {dtype, torch.float32}:
         check(q, k, v, bias=draw(device, kind, 1, 2, queries, keys, seed=3))
 
 
@@ -254,75 +227,6 @@ def test_the_mechanism_uses_it_or_says_why_not(device: torch.device) -> None:
     assert error(fused(q, k, v, bias=bias), plain(q, k, v, bias=bias)) < 1e-5
     assert "wider than 256" in (why_not(*(torch.empty(1, 1, 2, 257, device=device) for _ in range(3))) or "")
     assert "float64" in (why_not(q.double(), k.double(), v.double()) or "")
-
-
-@pytest.mark.parametrize(
-    "tokens, keys, dtype", [(300, 600, torch.float32), (70, 90, torch.float16), (7, 7, torch.bfloat16)]
-)
-@pytest.mark.parametrize("numbers", [64, 2**20])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("images", [None, 1, 2], ids=["plain", "shared bias", "bias"])
-def test_tiles_on_the_cpu(
-    tokens: int, keys: int, dtype: torch.dtype, numbers: int, masked: bool, images: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Small tiles, over memory full of NaN: single heads and all together, ragged ends."""
-    for name, value in {"ROWS": 64, "COLUMNS": 48, "TILE_NUMBERS": numbers}.items():
-        monkeypatch.setattr(on_tiles, name, value)
-    rows_like, new_empty = on_tiles.rows_like, Tensor.new_empty
-    monkeypatch.setattr(on_tiles, "rows_like", lambda *a: rows_like(*a).fill_(float("nan")))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
-    cpu = torch.device("cpu")
-    q, k, v = draw(cpu, dtype, 2, 2, tokens, 8), draw(cpu, dtype, 2, 2, keys, 8), draw(cpu, dtype, 2, 2, keys, 12)
-    mask = draw(cpu, torch.float32, 2, keys) > -1 if masked else None
-    bias = None if images is None else draw(cpu, dtype, images, 2, tokens, keys, seed=6)
-    grad = draw(cpu, dtype, 2, 2, tokens, 12, seed=5)
-    exact = [t.double().requires_grad_() for t in (q, k, v, *([] if bias is None else [bias]))]
-    truth = reference(*exact[:3], mask, *exact[3:])
-    assert error(on_tiles.forward(q, k, v, mask, bias), truth) < LIMITS[dtype]
-    found = [torch.full_like(t, float("nan")) for t in (q, k, v)]
-    d_bias = on_tiles.backward(grad, q, k, v, *found, mask, bias, bias is not None)
-    found += [] if d_bias is None else [d_bias]
-    for ours, exactly in zip(found, torch.autograd.grad(truth, exact, grad.double()), strict=True):
-        assert error(ours, exactly) < LIMITS[dtype]
-
-
-@pytest.mark.parametrize("images", [1, 2])
-@pytest.mark.parametrize(
-    "tokens, dtype, tiled", [(49, torch.float32, 0), (65, torch.float32, 1), (49, torch.float16, 1)]
-)
-def test_few_tokens_are_not_tiled_on_the_cpu(
-    images: int, tokens: int, dtype: torch.dtype, tiled: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu, calls = torch.device("cpu"), []
-    forward = on_tiles.forward
-    monkeypatch.setattr(on_tiles, "forward", lambda *a: calls.append(1) or forward(*a))
-    monkeypatch.setattr("linvit.kernels.fused.interpreted", lambda: False)
-    packed = draw(cpu, dtype, images, tokens, 3, 2, 8).requires_grad_()
-    out = on_cpu(*packed.permute(2, 0, 3, 1, 4).unbind(0), None)
-    assert out is not None and len(calls) == tiled
-    exact = packed.detach().double().requires_grad_()
-    truth = reference(*exact.permute(2, 0, 3, 1, 4).unbind(0), None)
-    grad = draw(cpu, dtype, *out.shape, seed=5)
-    assert error(out, truth) < LIMITS[dtype]
-    found, wanted = (torch.autograd.grad(o, x, grad.to(o.dtype))[0] for o, x in ((out, packed), (truth, exact)))
-    assert error(found, wanted) < LIMITS[dtype]
-
-
-@pytest.mark.parametrize("home", [on_tiles])
-def test_memory_is_linear_on_the_cpu(home: ModuleType) -> None:
-    cpu = torch.device("cpu")
-
-    def peak(tokens: int) -> int:
-        q, k, v, grad = (draw(cpu, torch.float32, 1, 2, tokens, 16, seed=s) for s in range(4))
-
-        def both() -> None:
-            home.forward(q, k, v, None)
-            home.backward(grad, q, k, v, *(torch.empty_like(t) for t in (q, k, v)), None)
-
-        return peak_memory(both, cpu)
-
-    assert peak(4096) < 2.2 * peak(2048)
 
 
 @pytest.mark.gpu

@@ -11,18 +11,9 @@ from linvit.attention import Size, TokenGrid, create_attention
 from linvit.kernels import xca as launch
 from linvit.kernels.xca import split_of, why_not, xca
 from tests.kernels.conftest import ON_GPU
+from tests.kernels.quadratic_reference import draw, error
 
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 8e-3}
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    found, exact = found.detach().double(), exact.detach().double()
-    return float((found - exact).norm() / exact.norm().clamp_min(1e-30))
-
-
-def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
 def near(k: Tensor, q: Tensor, variant: str = "xcit") -> Tensor:
@@ -109,6 +100,19 @@ def test_a_channel_of_nothing(device: torch.device) -> None:
     truth = v @ (normal[0].mT @ normal[1]).softmax(-1).mT
     (exactly,) = torch.autograd.grad(truth.square().sum(), q)
     assert error(out, truth) < 1e-5 and error(found, exactly) < 1e-4
+
+
+def test_temperatures_of_any_type_that_learn_or_do_not(device: torch.device) -> None:
+    """All are calls of one shape; another type is another kernel, and so is a gradient that is asked for."""
+    tensors = [draw(device, torch.float32, 1, 2, 20, 8, seed=s).requires_grad_() for s in range(3)]
+    tau = torch.tensor([0.5, 2.0], device=device)
+    q, k = (torch.nn.functional.normalize(t, dim=-2) for t in tensors[:2])
+    truth = tensors[2] @ (q.mT @ k * tau[:, None, None]).softmax(-1).mT
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        for learns in (False, True):
+            out = xca(*tensors, tau.to(dtype, copy=True).requires_grad_(learns))
+            assert error(out, truth) < 1e-5
+            assert len(torch.autograd.grad(out.sum(), tensors)) == 3
 
 
 def test_packed_projection_gets_one_gradient(device: torch.device) -> None:

@@ -27,6 +27,7 @@ from linvit.attention import Call, Capabilities, Mechanism, Shape, Size, TokenCo
 from linvit.attention.linear import Constant, Direction, Formula, Fusion, LinearAttention
 from linvit.attention.local import Filter
 from linvit.attention.options import ConvWidth, Eps
+from linvit.kernels import angular as kernel
 
 
 @register("castling", paper="Castling-ViT")
@@ -82,7 +83,7 @@ class Castling(LinearAttention):
         return out if self.conv is None or call.filtered else self.conv.add(out, v, call)
 
     def fusion(self, q: Tensor, k: Tensor, call: Call) -> Fusion | str:
-        if call.grid != call.key_grid:
+        if not call.one_grid:
             return "its values have to be brought to other positions for the queries"
         norm = not (self.sparse and self.training)  # else the softmax branch goes in before it
         formula = Formula("direction", scale=1 / math.pi, feature_eps=self.eps, own=0.5, norm=norm, norm_eps=self.eps)
@@ -122,6 +123,7 @@ class Angular(Mechanism):
     """
 
     capabilities = Capabilities(linear=False, rotary="products")
+    triton = True
     variants = ("row_sum", "output_norm")
 
     def __init__(self, shape: Shape, *, variant: str | None = None, eps: Eps = 1e-6) -> None:
@@ -135,6 +137,16 @@ class Angular(Mechanism):
         if call.mask is not None:
             weights = weights * call.mask[:, None, None, :]
         return weights / (weights.sum(-1, keepdim=True) + self.eps) if self.variant == "row_sum" else weights
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | str:
+        """The kernel divides by the row sums, which the L2 norm undoes: the output's direction is all it keeps."""
+        why = kernel.why_not(q, k, v)
+        if why is not None:
+            return why
+        out = kernel.angular(q, k, v, call.mask, eps=self.eps)
+        if self.variant == "row_sum":
+            return out
+        return F.normalize(lift(out), dim=-1, eps=self.eps / k.shape[2])
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return F.normalize(out, dim=-1, eps=self.eps) if self.variant == "output_norm" else out

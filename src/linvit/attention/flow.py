@@ -55,7 +55,7 @@ class Flow(LinearAttention):
         incoming, conserved_in, conserved_out = conserved_flows(
             phi_q, phi_k, eps=self.eps, floor=floor, query_mask=query_mask, key_mask=key_mask
         )
-        ratio = 1.0 if call.grid == call.key_grid else call.grid.tokens / call.keys
+        ratio = 1.0 if call.one_grid else call.grid.tokens / call.keys
         competition = call.keep(conserved_out.clamp(-1, 1), float("-inf")).softmax(-2) * call.keys
         return phi_q * (conserved_in * ratio).sigmoid() / incoming, phi_k * competition
 

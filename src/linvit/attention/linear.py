@@ -177,7 +177,7 @@ class LinearAttention(Mechanism):
 
         The checks take the host longer than the launch, and at small sizes the host is what one waits for.
         """
-        if key_grid is None and mask is None and bias is None and rotary is None and self.known and plain(q):
+        if key_grid is None and mask is None and bias is None and rotary is None and plain(q) and self.known:
             signature = signature_of(q, k, v)
             impl, known, formula = self.known.get(signature, UNKNOWN)
             if impl == self.impl and (grid is known or grid is None or grid == known):
@@ -202,7 +202,7 @@ class LinearAttention(Mechanism):
         can = self.capabilities
         if can.grid or can.input or self.centre or call.mask is not None or not plain(q) or not self.does_all():
             return
-        if call.rotary is not None or call.grid != call.key_grid:
+        if call.rotary is not None or not call.one_grid:
             return
         if fusion.q is q and fusion.k is k and fusion.constant is self.constant:
             if len(self.known) >= MOST_KNOWN:
@@ -250,8 +250,10 @@ class LinearAttention(Mechanism):
         phi_q, phi_k = self.features(q, k, call)
         phi_k = call.keep(phi_k)
         factor = self.normaliser(phi_q, phi_k, q.shape[-1], call)
-        phi_q, phi_k = call.turn(phi_q), call.turn(phi_k)
-        return phi_q @ (phi_k.transpose(-2, -1) @ v) * factor
+        state = call.turn(phi_k).transpose(-2, -1) @ v
+        if isinstance(factor, float):  # the state is smaller than the output
+            return call.turn(phi_q) @ (state * factor)
+        return call.turn(phi_q) @ state * factor
 
     def implied_map(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         phi_q, phi_k = self.features(q, k, call)
@@ -302,7 +304,7 @@ class LinearAttention(Mechanism):
         if why is not None:
             return why
         filters: tuple[Tensor | None, Tensor | None] = (None, None)
-        if self.near is not None and dtype == v.dtype and call.mask is None and call.grid == call.key_grid:
+        if self.near is not None and dtype == v.dtype and call.mask is None and call.one_grid:
             filters = self.near.filters(v.shape[1], v.shape[3])
             if local.why_not(v, filters[0]) is None:
                 call, (height, width, prefix) = replace(call, filtered=True), self.near.over(call.grid)

@@ -28,7 +28,7 @@ def values_at_queries(v: Tensor, call: Call) -> Tensor:
     """v at the queries' positions. Inferred, for hosts that pool: queries that are every s-th token take those
     tokens' values; where keys are pooled, v's picture is resized bilinearly. Prefix tokens pass through."""
     grid, key_grid = call.grid, call.key_grid
-    if grid == key_grid:
+    if call.one_grid:
         return v
     if grid.prefix != key_grid.prefix:
         raise LinvitError(f"queries have {grid.prefix} prefix tokens and keys {key_grid.prefix}: cannot line them up")
@@ -220,7 +220,7 @@ class NormShortcut(nn.Module):
     def add(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
         """`out` and the shortcut at the queries. In evaluation the norm is a factor and a shift, which the kernel of
         the local branch takes as a filter of one tap."""
-        fixed = not (self.norm.training or torch.is_grad_enabled()) and call.grid == call.key_grid
+        fixed = not (self.norm.training or torch.is_grad_enabled()) and call.one_grid
         if fixed and call.kernels and out.dtype == v.dtype and not exporting():
             assert self.norm.running_mean is not None and self.norm.running_var is not None
             factor = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()

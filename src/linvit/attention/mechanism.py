@@ -89,9 +89,15 @@ class Call:
         return self.key_grid.tokens if self.mask is None else self.mask.sum(-1)[:, None, None, None]
 
     @property
+    def one_grid(self) -> bool:
+        """Whether queries and keys lie on the same grid. A compiler cannot compare grids whose size it does not know,
+        and most often they are the same object."""
+        return self.grid is self.key_grid or self.grid == self.key_grid
+
+    @property
     def query_mask(self) -> Tensor | None:
         """The mask as the queries' too, for sums over queries: on one grid a padded key is a padded query."""
-        return self.mask if self.grid == self.key_grid else None
+        return self.mask if self.one_grid else None
 
     def mean_query(self, per_query: Tensor) -> Tensor:
         """The mean of `(batch, heads, queries, …)` over the queries that are not padding, their axis kept."""

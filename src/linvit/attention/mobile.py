@@ -27,9 +27,13 @@ The ablations of the poster's table, all inferred from their names:
     competition=False, gate="glu"        that, times the sigmoid of a linear map of the block's input
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add, mul
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from linvit.attention import (
@@ -46,10 +50,17 @@ from linvit.attention import (
 )
 from linvit.attention.flow import conserved_flows
 from linvit.attention.local import run
+from linvit.attention.mechanism import lift
 from linvit.attention.options import Count, Eps
 from linvit.errors import LinvitError
 from linvit.kernels import linear
 from linvit.kernels import mobile as kernel
+
+NARROW = 16  # products of two channels that a small head has at most, for them to be taken one by one
+
+
+def dot(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
+    return reduce(add, map(mul, ours, theirs))
 
 
 @register("mobile", paper="Mobile-Attention")
@@ -122,9 +133,12 @@ class Mobile(LinearAttention):
         if self.competition:
             small, released = self.small_head_dim or q.shape[3], self.variant == "released"
             why = kernel.why_not(q, k, v, small)
-            if why is not None:
+            if why is None:
+                out = kernel.mobile(q, k, v, small, released=released, eps=self.eps, mask=call.mask)
+            elif self.impl != "triton" and call.mask is None and small * (small * v.shape[3] // q.shape[3]) <= NARROW:
+                out = self.by_channels(lift(q), lift(k), lift(v))
+            else:
                 return why
-            out = kernel.mobile(q, k, v, small, released=released, eps=self.eps, mask=call.mask)
         else:
             heads, formula = self.small_heads(q.shape[1], q.shape[3]), Formula("sigmoid", row_sum=True, eps=self.eps)
             small_q, small_k, small_v = (regroup(t, heads) for t in (q, k, v))
@@ -133,6 +147,32 @@ class Mobile(LinearAttention):
                 return why
             out = regroup(linear.linear_attention(small_q, small_k, small_v, formula, call.mask), v.shape[1])
         return self.finish(out, q, k, v, call).to(v.dtype)
+
+    def by_channels(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same by one tensor `(batch, heads, tokens)` for each channel of a small head: products as narrow as a
+        head, which fill no vector unit, become sums of products along all tokens."""
+        heads = self.small_heads(q.shape[1], q.shape[3])
+        self.check_values(heads, v.shape[1], v.shape[3])
+        q_, k_, v_ = (t.mT.flatten(1, 2).unflatten(1, (heads, -1)).unbind(2) for t in (q, k, v))
+        phi_q, phi_k = [x.sigmoid() for x in q_], [x.sigmoid() for x in k_]
+        incoming, outgoing = self.flow(phi_q, phi_k), 1 / self.flow(phi_k, phi_q)
+        returning = 1 / incoming
+        conserved_in = self.flow(phi_q, [x * outgoing for x in phi_k])
+        conserved_out = self.flow(phi_k, [x * returning for x in phi_q])
+        if self.variant == "released":
+            gate = conserved_in.sigmoid() * returning
+            conserved_out = conserved_out.clamp(-1, 1)
+        else:
+            gate = conserved_in.sigmoid() / (dot(phi_q, [x.sum(-1, keepdim=True) for x in phi_k]) + self.eps)
+        weights = conserved_out.softmax(-1) * k.shape[2]
+        sinks, sources = [x * gate for x in phi_q], [x * weights for x in phi_k]
+        outs = [dot(sinks, [(x * value).sum(-1, keepdim=True) for x in sources]) for value in v_]
+        return torch.stack(outs, 2).flatten(1, 2).unflatten(1, (v.shape[1], -1)).mT
+
+    def flow(self, phi: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        """(phi + eps) · (the sum of the others over the heads + eps)."""
+        totals = [other.sum(1, keepdim=True) + self.eps for other in others]
+        return dot(phi, totals) + self.eps * reduce(add, totals)
 
     def finish(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if self.gate is None:

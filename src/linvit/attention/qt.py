@@ -99,9 +99,11 @@ class QuadraticTaylor(LinearAttention):
             phi_q, phi_k = (phi[..., :-1] for phi in self.features(lift(q), lift(k), call))
             formula = Formula("identity", row_sum=True, eps=self.eps, squared=True)
             return Fusion(phi_q, phi_k, formula, self.gamma)
+        if self.eps > 1e-6:
+            return f"an eps of {self.eps:g} counts, and the kernel leaves it out of the features"
         if self.position is not None:
             k = k + self.position(call.key_grid).to(k.dtype)
-        formula = Formula("square", row_sum=True, eps=self.eps, feature_eps=self.eps, squared=True)
+        formula = Formula("square", row_sum=True, eps=self.eps, squared=True)
         return Fusion(q, k, formula, self.scale)
 
     @property

@@ -13,19 +13,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from linvit.errors import LinvitError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LONGEST_STRIDE = 2**22  # of tokens and channels: offsets within a block are 32-bit
+APART = "tokens or channels are further apart than 32-bit offsets reach"
 Strides = tuple[int, ...]
 Given = tuple[Tensor | None, ...]  # what an op takes beside q, k and v
+LEAST = 1e-30  # of a length that is divided by: tokens that only fill a tile have none, whatever eps is
 launch_cache = lru_cache(maxsize=4096)  # decorates what prepares launches; a service may see any number of shapes
 
 
 @torch.compiler.assume_constant_result
 def no_kernels_on(device: torch.device) -> str | None:
-    """Why no Triton kernel can run on this device, or None where they can."""
-    return _no_kernels_on(device)
+    """Why no Triton kernel can run on this device now, or None where they can."""
+    return TRANSFORMED if transformed() else _no_kernels_on(device)
+
+
+TRANSFORMED = "torch.func and forward-mode differentiation see into the plain formula only"
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is at work."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 @lru_cache(maxsize=1)
@@ -50,7 +62,7 @@ def _no_kernels_on(device: torch.device) -> str | None:
 
 
 def unserved(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why no kernel can serve tensors on this device, of these types or empty ones, or None where they can."""
+    """Why no kernel can serve tensors on this device, of these types, empty ones or so wide apart; otherwise None."""
     why = no_kernels_on(q.device)
     if why is not None:
         return why
@@ -63,22 +75,36 @@ def unserved(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"the tensors are {q.dtype}, not float32, float16 or bfloat16"
     if 0 in (*q.shape, *v.shape):
         return "there is nothing to attend to in an empty tensor"
+    # The compiler of torch 2.15 fails at strides that it knows by a symbol; there `in_units` refuses them.
+    if not torch.compiler.is_compiling() and longest(q.stride(), k.stride(), v.stride()) > LONGEST_STRIDE:
+        return APART
     return None
 
 
+def longest(*strides: Strides) -> int:
+    """How far apart tokens or channels are at most."""
+    return max([max(of[2:]) for of in strides])
+
+
 def plain(tensor: Tensor) -> bool:
-    """Whether nobody watches: no tracing, no dispatch mode (FLOP counters, fake tensors), no function transform."""
+    """Whether nobody watches: no tracing, no dispatch mode (FLOP counters, fake tensors), no transform."""
     return not (
         torch.compiler.is_compiling()
         or type(tensor) is not Tensor
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.maybe_current_level() is not None
+        or transformed()
     )
 
 
 def exporting() -> bool:
     """Whether a program is being made for another runtime, which knows no op of ours: it is given the plain formula."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def refuse_graph(name: str) -> None:
+    """In a backward pass; autograd enables itself there when it was asked for a graph of the gradients."""
+    if torch.is_grad_enabled():
+        raise LinvitError(f"the fused {name} cannot be differentiated twice; use impl='reference'")
 
 
 MEMORY = 232_448  # bytes of shared memory that a program can have on an H200
@@ -110,6 +136,8 @@ def in_units(itemsize: int, *strides: Strides) -> tuple[int, tuple[int, ...]]:
     Triton knows of an argument only whether 16 divides it. It does not divide the 72 channels of a head, and all reads
     of those would be two bytes wide; multiplied inside the kernel by a constant unit, strides show that 8 does.
     """
+    if longest(*strides) > LONGEST_STRIDE:
+        raise LinvitError(APART)
     unit = 16 // itemsize
     if any(stride % unit for of in strides for stride in of[:3]):
         unit = 1
@@ -162,7 +190,8 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], values: tuple[Any, ...], **options: int | None) -> None:
-        self.kernel, self.grid, self.values, self.options = kernel, grid, values, options
+        self.kernel, self.grid, self.values = kernel, grid, values
+        self.options = {"enable_fp_fusion": True, **options}  # what Triton 3.10 does when it is asked to only
         self.compiled: Any = None
         self.run: Any = None
         self.ready: tuple[Any, Any] | None = None
@@ -197,22 +226,23 @@ class FusedOp:
     backward needs: float32 tensors named `saved`, whose sizes `saved_sizes(q, v, options)` tells, or None for one that
     backward computes again. `backward(grad, q, k, v, dq, dk, dv, given, saved, options, wanted)` writes dq, dk and dv,
     whose channels are dense, and returns the gradients of the learned, None where `wanted` says so. `options` is a
-    NamedTuple of plain values. `lazy` ops save nothing unless they are asked to. Only ops with `cpu` run on the CPU
-    without Triton's interpreter.
+    NamedTuple of plain values. `lazy` ops save nothing unless they are asked to. To those that `keep_output`, `saved`
+    begins with the output. `flops(q, v, options, given)` counts from shapes. Only ops with `cpu` run on the CPU without
+    Triton's interpreter.
     """
 
     def __init__(
         self, name: str, options: Any, forward: Callable[..., tuple[Tensor | None, ...]],
-        backward: Callable[..., tuple[Tensor | None, ...]], *, flops: Callable[[Any, Any, Any], int],
-        backward_flops: Callable[[Any, Any, Any], int] | None = None, constants: tuple[str, ...] = ("mask",),
+        backward: Callable[..., tuple[Tensor | None, ...]], *, flops: Callable[[Any, Any, Any, Any], int],
+        backward_flops: Callable[[Any, Any, Any, Any], int] | None = None, constants: tuple[str, ...] = ("mask",),
         learned: tuple[str, ...] = (), saved: tuple[str, ...] = (),
         saved_sizes: Callable[..., tuple[tuple[int, ...], ...]] = lambda q, v, options: (), lazy: bool = False,
-        cpu: bool = False,
+        keep_output: bool = False, cpu: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.options, self.forward, self.backward = name, options, forward, backward
         self.flops, self.backward_flops = flops, backward_flops or (lambda *of: 2 * flops(*of))
         self.constants, self.learned, self.saved, self.saved_sizes = constants, learned, saved, saved_sizes
-        self.lazy, self.cpu = lazy, cpu
+        self.lazy, self.keep_output, self.cpu = lazy, keep_output, cpu
         self.separate_op: Any = None  # set by operators.register
         self.packed_op: Any = None
 
@@ -220,6 +250,7 @@ class FusedOp:
         self, q: Tensor, k: Tensor, v: Tensor, given: Given, options: Any, signature: tuple[Any, ...] | None = None
     ) -> Tensor:
         """Attend; `signature` is that of q, k and v, from callers that know it and that they are `plain`."""
+        self.check(q, given)
         save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or self.learns(given))
         if signature is None:
             if not plain(q):
@@ -235,6 +266,12 @@ class FusedOp:
             return self(*unpack(qkv), given, options)
         save = torch.is_grad_enabled() and (qkv.requires_grad or self.learns(given))
         return self._dispatch(self.packed_op, (qkv,), given, options, save)
+
+    def check(self, q: Tensor, given: Given) -> None:
+        """Pointers to another device's memory must not reach a kernel."""
+        for tensor in given:
+            if tensor is not None and tensor.device != q.device:
+                raise LinvitError(f"{self.name} has q on {q.device} and a mask or parameter on {tensor.device}")
 
     def learns(self, given: Given) -> bool:
         return any(tensor is not None and tensor.requires_grad for tensor in given[len(self.constants) :])
@@ -263,7 +300,7 @@ def packed_source(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         return None
     first = base.storage_offset()
     for view in (q, k, v):
-        if view.storage_offset() != first or not view.requires_grad:
+        if view.storage_offset() != first or view.is_leaf:  # without a gradient, or with one of its own
             return None
         first += row
     return base
@@ -283,14 +320,14 @@ class _Fused(torch.autograd.Function):
         *given: Tensor | None,
     ) -> Tensor:  # fmt: skip
         out, *saved = op.forward(q, k, v, given, options, True, signature)
-        ctx.save_for_backward(q, k, v, *given, *saved)
+        kept = (out, *saved) if op.keep_output else saved
+        ctx.save_for_backward(q, k, v, *given, *kept)
         ctx.op, ctx.options, ctx.whole, ctx.given = op, options, None if whole is None else whole.shape, len(given)
         return out  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # autograd enables it here when it was asked for a graph of the gradients
-            raise LinvitError(f"the fused {ctx.op.name} cannot be differentiated twice; use impl='reference'")
+        refuse_graph(ctx.op.name)
         q, k, v, *others = ctx.saved_tensors
         given, saved, constants = tuple(others[: ctx.given]), others[ctx.given :], len(ctx.op.constants)
         rest = (given, saved, ctx.options, ctx.needs_input_grad[7 + constants :])

@@ -12,9 +12,18 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from linvit.errors import LinvitError
-from linvit.kernels.fused import FusedOp, no_kernels_on, rows_like, signature_of, unpack
+from linvit.kernels.fused import (
+    TRANSFORMED,
+    FusedOp,
+    no_kernels_on,
+    refuse_graph,
+    rows_like,
+    signature_of,
+    transformed,
+    unpack,
+)
 
-KINDS = {bool: "bool", int: "int", float: "float", str: "str"}  # of options, in a schema
+KINDS = {bool: "bool", int: "SymInt", float: "float", str: "str"}  # of options, in a schema
 library = torch.library.Library("linvit", "FRAGMENT")
 
 
@@ -28,12 +37,13 @@ def define(op: FusedOp, packed: bool) -> Any:
     """Define the operator and its backward, from q, k and v or from a packed projection."""
     name = f"{op.name}_packed" if packed else op.name
     count, tensors = (1, "Tensor qkv") if packed else (3, "Tensor q, Tensor k, Tensor v")
-    kept, beside = len(op.saved), len(op.constants) + len(op.learned)
+    states, beside = len(op.saved), len(op.constants) + len(op.learned)
+    kept = states + op.keep_output
     given = ", ".join(f"Tensor? {tensor}" for tensor in (*op.constants, *op.learned))
     options = "".join(f", {KINDS[kind]} {field}" for field, kind in get_type_hints(op.options).items())
-    saved = "".join(f"Tensor {tensor}, " for tensor in op.saved)
+    saved = "".join(f"Tensor {tensor}, " for tensor in (*("out",) * op.keep_output, *op.saved))
     save, wanted = ", bool save" * op.lazy, "".join(f", bool d_{tensor}" for tensor in op.learned)
-    library.define(f"{name}({tensors}, {given}{options}{save}) -> {returns(1 + kept)}")
+    library.define(f"{name}({tensors}, {given}{options}{save}) -> {returns(1 + states)}")
     gradients = returns(count + len(op.learned))
     library.define(f"{name}_backward(Tensor grad, {tensors}, {saved}{given}{options}{wanted}) -> {gradients}")
 
@@ -50,19 +60,20 @@ def define(op: FusedOp, packed: bool) -> Any:
 
     def forward(*args: Any) -> Any:
         q, k, v = views(args)
-        why = None if op.cpu else no_kernels_on(q.device)
+        why = (TRANSFORMED if transformed() else None) if op.cpu else no_kernels_on(q.device)
         if why is not None:
             raise LinvitError(f"linvit::{name} cannot run here: {why}")
         given, options, save = parse(op, args[count:])
+        op.check(q, given)
         found = op.forward(q, k, v, given, options, save == (True,), signature_of(q, k, v))
         return one_or_all(q.new_empty(0, dtype=torch.float32) if t is None else t for t in found)
 
     def fake_forward(*args: Any) -> Any:
         q, _, v = views(args)
         _, options, save = parse(op, args[count:])
-        sizes = ((0,),) * kept if save == (False,) else op.saved_sizes(q, v, options)
-        states = (q.new_empty(size, dtype=torch.float32) for size in sizes)
-        return one_or_all((rows_like(v, q.shape[2]), *states))
+        sizes = ((0,),) * states if save == (False,) else op.saved_sizes(q, v, options)
+        saved = (q.new_empty(size, dtype=torch.float32) for size in sizes)
+        return one_or_all((rows_like(v, q.shape[2]), *saved))
 
     def backward(grad: Tensor, *args: Any) -> Any:
         saved = [state if state.numel() else None for state in args[count : count + kept]]
@@ -80,13 +91,14 @@ def define(op: FusedOp, packed: bool) -> Any:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if op.lazy and not inputs[-1]:
             raise LinvitError(f"call {name} with save=True where a gradient is needed")
-        states = output[1:] if kept else ()
+        outputs = output if states else (output,)
         last = count + beside
-        ctx.save_for_backward(*inputs[:count], *states, *inputs[count:last])
-        ctx.mark_non_differentiable(*states)
+        ctx.save_for_backward(*inputs[:count], *outputs[0 if op.keep_output else 1 :], *inputs[count:last])
+        ctx.mark_non_differentiable(*outputs[1:])
         ctx.options = inputs[last : len(inputs) - op.lazy]
 
     def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        refuse_graph(op.name)
         wanted = ctx.needs_input_grad[count + len(op.constants) : count + beside]
         found = backward_op.default(grad, *ctx.saved_tensors, *ctx.options, *wanted)
         found = found if isinstance(found, tuple) else (found,)
@@ -106,10 +118,13 @@ def define(op: FusedOp, packed: bool) -> Any:
         torch.library.register_fake(f"linvit::{which}", fake, lib=library)
     torch.library.register_autograd(f"linvit::{name}", differentiate, setup_context=setup, lib=library)
     forward_op, backward_op = (getattr(torch.ops.linvit, which) for which in (name, f"{name}_backward"))
-    register_flop_formula(forward_op)(lambda *args, **_: op.flops(*shapes(args), parse(op, args[count:])[1]))
-    register_flop_formula(backward_op)(
-        lambda _, *args, **__: op.backward_flops(*shapes(args), parse(op, args[count + kept :])[1])
-    )
+
+    def counted(formula: Any, args: Any, rest: Any) -> Any:
+        given, options, _ = parse(op, rest)
+        return formula(*shapes(args), options, given)
+
+    register_flop_formula(forward_op)(lambda *args, **_: counted(op.flops, args, args[count:]))
+    register_flop_formula(backward_op)(lambda _, *args, **__: counted(op.backward_flops, args, args[count + kept :]))
     return forward_op.default
 
 

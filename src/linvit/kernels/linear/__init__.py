@@ -6,7 +6,7 @@ each head. With few tokens that is more than softmax saves, and backward reads k
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from linvit.kernels.fused import (
 )
 from linvit.kernels.linear.layout import (
     FEATURES,
-    LONGEST_STRIDE,
     MOST_FILTERED,
     OVER_TOKENS,
     WIDEST,
@@ -62,8 +61,7 @@ class Launches:
         return state, state if self.add is None else state.new_empty(self.chunks, *state.shape)
 
 
-@dataclass(frozen=True)
-class Beside:
+class Beside(NamedTuple):
     """Of the tensors beside q, k and v what launches depend on."""
 
     mask: Strides | None
@@ -79,9 +77,9 @@ class Beside:
             shape, strides = (1,) * (4 - cos.ndim) + cos.shape, (0,) * (4 - cos.ndim) + cos.stride()
             batch, heads = (stride if size > 1 else 0 for size, stride in zip(shape[:2], strides[:2], strict=True))
             turn = (batch, heads, strides[2], strides[3] * (2 if formula.turn == "pairs" else 1), shape[2])
-        near = local.along_tokens(weight, bias, grid_of(formula)) or (0, 0, 0)
+        near = None if weight is None else local.along_tokens(weight, bias, grid_of(formula))
         dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (cos, constant, weight))
-        return cls(None if mask is None else mask.stride(), turn, near, dtypes)
+        return cls(None if mask is None else mask.stride(), turn, near or (0, 0, 0), dtypes)
 
 
 @launch_cache
@@ -99,9 +97,8 @@ def prepare(
     (batch, heads, queries, head_dim), keys, value_dim = q, v[2], v[3]
     layout = layout_of(heads, head_dim, value_dim, dtype.itemsize, shared_memory(device))
     programs = layout.programs(batch, heads)
-    sums = formula.row_sum or formula.feature in OVER_TOKENS
     sizes = (queries, keys, processors(device), shared_memory(device), dtype)
-    how = split_of(layout, programs, *sizes, row_sum=sums, backward=what == "backward")
+    how = split_of(layout, programs, *sizes, formula, backward=what == "backward")
     kernel = kernels.forward_kernel
     if what == "backward":
         from linvit.kernels.linear.gradients import backward_kernel as kernel
@@ -122,7 +119,8 @@ def prepare(
     values = (
         *steps, *apart, *(beside.mask or (0, 0)), *turn, *near,
         *(heads, queries, keys, queries - turned, how.query_chunk, how.key_chunk),
-        *(formula.scale, formula.eps, formula.feature_eps, formula.own, formula.norm_eps),
+        *(formula.scale, formula.eps, max(formula.feature_eps, fused.LEAST), formula.own),
+        max(formula.norm_eps, fused.LEAST),
     )  # fmt: skip
     constants = (
         *(formula.feature, formula.row_sum, formula.clamp, formula.squared, formula.own != 0, formula.norm),
@@ -165,7 +163,7 @@ def forward(
     how = prepare("forward", signature, formula, Beside.of(given, formula), save)
     out, state = rows_like(v, q.shape[2]), None
     beside.append(weight if how.filters else None)
-    shift = shift_of(k, given[0], formula) if how.split else None
+    shift = shift_of(k, given[0], formula) if how.split or how.saves else None
     if how.saves or how.split:
         state = run_keys(how, q, k, v, out, beside, shift)
     if how.split or state is None:
@@ -182,7 +180,7 @@ def grid_of(formula: Formula) -> local.Grid:
 def shift_of(k: Tensor, mask: Tensor | None, formula: Formula) -> Tensor | None:
     """What a softmax over tokens subtracts from its exponents: the largest of each channel, dense; otherwise None.
 
-    A program that reads all keys finds them itself.
+    A program that reads all keys finds what to subtract itself, unless another one has to know it, too.
     """
     if formula.feature not in OVER_TOKENS:
         return None
@@ -246,12 +244,12 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, formula: Formula) -> str | None:
         return f"there is no kernel for the feature map '{formula.feature}'"
     if head_dim > WIDEST[size] or value_dim > WIDEST[2]:
         return f"features of {head_dim} or values of {value_dim} channels are too wide for {q.dtype}"
+    if formula.row_sum and formula.feature in OVER_TOKENS:
+        return "a softmax over tokens is divided already, the kernel cannot divide by a row sum as well"
     if formula.own and q.shape[2] != k.shape[2]:
         return "the term with the query's own value needs as many keys as queries"
     if formula.norm and layout_of(q.shape[1], head_dim, value_dim, size, shared_memory(q.device)).value_blocks > 1:
         return f"values of {value_dim} channels are too wide for the fused output norm"
-    if max(q.stride()[2:] + k.stride()[2:] + v.stride()[2:]) > LONGEST_STRIDE:
-        return "tokens or channels are further apart than 32-bit offsets reach"
     return None
 
 
@@ -268,10 +266,12 @@ def why_not_turned(cos: Tensor | None, sin: Tensor | None, formula: Formula) -> 
     return None
 
 
-def flops(q: torch.Size, v: torch.Size, formula: Formula) -> int:
-    """Two per multiply-accumulate of the two products, and of the row sum, as in the plain reference."""
+def flops(q: torch.Size, v: torch.Size, formula: Formula, given: Any) -> int:
+    """Two per multiply-accumulate of the two products, the row sum and a filter, as in the plain reference."""
     batch, heads, queries, head_dim = q
-    return 2 * batch * heads * head_dim * ((queries + v[2]) * v[3] + (queries if formula.row_sum else 0))
+    weight = given[-2]
+    filtered = 0 if weight is None else local.flops(v, weight, grid_of(formula))
+    return filtered + 2 * batch * heads * head_dim * ((queries + v[2]) * v[3] + (queries if formula.row_sum else 0))
 
 
 op = register(

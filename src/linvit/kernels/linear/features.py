@@ -10,6 +10,8 @@ import triton.language as tl
 
 from linvit.kernels import tiles
 
+LEAST = tl.constexpr(1e-30)  # length of the squares of a token that is zero
+
 
 @triton.jit
 def exp(x, less):
@@ -33,9 +35,8 @@ def feature_map(x, rows, ok, eps, FEATURE: tl.constexpr, PADDED: tl.constexpr, G
     if FEATURE == "direction":
         f = tiles.scaled(x, 1 / tl.maximum(tl.sqrt(tiles.head_sums(x, x, G)), eps), G)
     elif FEATURE == "square":
-        u = tiles.scaled(x, inverse_length(x, eps, G), G)
-        squares = products(u, u)
-        f = tiles.scaled(squares, inverse_length(squares, eps, G), G)
+        squares = _squares(x)
+        f = tiles.scaled(squares, inverse_length(squares, LEAST, G), G)
     elif FEATURE == "softmax":
         f = _softmax(x, ok, PADDED, G)
     else:
@@ -70,6 +71,17 @@ def _held(x, rows, ok, PADDED: tl.constexpr):
 @triton.jit
 def inverse_length(x, eps, G: tl.constexpr):
     return 1 / (tl.sqrt(tiles.head_sums(x, x, G)) + eps)
+
+
+@triton.jit
+def _squares(x):
+    """x², whose own squares stay within float32. The reference divides x by its length first, which cancels as long as
+    eps is small: that reduction over a row is what few tokens would wait for."""
+    out = ()
+    for i in tl.static_range(len(x)):
+        held = tl.minimum(tl.maximum(x[i], -1e9, tl.PropagateNan.ALL), 1e9, tl.PropagateNan.ALL)
+        out += (held * held,)
+    return out
 
 
 @triton.jit
@@ -131,6 +143,45 @@ def rescaled(total, before, now):
     return out
 
 
+@triton.constexpr_function
+def range_of(OPERAND):
+    """How far exponents may be above what was subtracted: e to that is within the type that products are made of."""
+    return {tl.float16: 10.0}.get(OPERAND, 60.0)
+
+
+@triton.jit
+def first_shift(k, keep):
+    """What to subtract from exponents, by the first keys: the largest of each channel, zero where there is none."""
+    out = ()
+    for i in tl.static_range(len(k)):
+        most = tl.max(tl.where(keep, k[i], -2e38), 0)
+        out += (tl.where(most < -1e38, 0.0, most),)
+    return out
+
+
+@triton.jit
+def held(k, shift, OPERAND: tl.constexpr):
+    """Keys, as far above `shift` as exponents may be."""
+    out = ()
+    for i in tl.static_range(len(k)):
+        most = shift[i][None, :] + range_of(OPERAND)
+        out += (tl.minimum(k[i], most, propagate_nan=tl.PropagateNan.ALL),)
+    return out
+
+
+@triton.jit
+def out_of_range(key_sums, ok, OPERAND: tl.constexpr):
+    """Whether exponentials were not in range: one that `held` changed would make its sum as large as this, and of a
+    channel that has its own largest key in the first tile one is 1."""
+    most = tl.exp(range_of(OPERAND) - 1.0)
+    out = 0
+    for i in tl.static_range(len(key_sums)):
+        there = tl.reshape(ok[i], [key_sums[i].shape[0], 1])
+        wrong = (key_sums[i] > most) | (there & (key_sums[i] < 0.5))
+        out = tl.maximum(out, tl.max(tl.max(wrong.to(tl.int32), 1), 0))
+    return out > 0
+
+
 @triton.jit
 def key_features(k, keep, ok, shift, eps, FEATURE: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr):
     """phi(k); of a softmax over tokens exp(k − shift), still to be divided by its sum over the tokens."""
@@ -161,12 +212,9 @@ def feature_gradient(x, f, df, eps, FEATURE: tl.constexpr, G: tl.constexpr):
         along = tl.where(length > eps, tiles.head_sums(f, df, G), 0.0)
         dx = tiles.scaled(tiles.plus(df, tiles.scaled(f, -along, G)), 1 / tl.maximum(length, eps), G)
     elif FEATURE == "square":
-        inverse = inverse_length(x, eps, G)
-        u = tiles.scaled(x, inverse, G)
-        squares = products(u, u)
-        inverse *= 2 * inverse_length(squares, eps, G)
+        inverse = 2 * inverse_length(_squares(x), LEAST, G)
         across = tiles.plus(df, tiles.scaled(f, -tiles.head_sums(f, df, G), G))
-        dx = tiles.scaled(products(u, across), inverse, G)
+        dx = tiles.scaled(products(x, across), inverse, G)
     elif FEATURE == "softmax":
         dx = products(f, tiles.plus(df, _minus(tiles.head_sums(f, df, G), f, G)))
     else:

@@ -104,9 +104,17 @@ def query_gradient_phase(q_tile, g_tile, v_tile, dq_tile, dv_tile, mask, q_n, g_
             met = features.turned(f, cos, sin, TURN, G)
         if NORM or OWN:
             g = tiles.as_type(g, tl.float32)
-            keep = tiles.kept(mask, mask_n, tokens, end)
+            if OWN:
+                keep = tiles.kept(mask, mask_n, tokens, end)
             if NORM:
-                y = tiles.each_times(tiles.times(tiles.as_type(met, COMPUTE), state, PRECISION), scale)
+                y = tiles.times(tiles.as_type(met, COMPUTE), state, PRECISION)
+                if CONSTANT:
+                    y = tiles.plus(y, tiles.multiples(value_sum, constant))
+                if ROW_SUM:
+                    total = features.row_sums(f, rows, key_sum, count, constant, eps, CLAMP, CONSTANT, G)
+                    y = tiles.scaled(y, scale / total, G)
+                else:
+                    y = tiles.each_times(y, scale)
                 if OWN:
                     v = tiles.as_type(tiles.load(v_tile, start, v_n, keep, v_ok, PADDED), tl.float32)
                     y = tiles.plus(y, tiles.each_times(v, own))

@@ -31,24 +31,49 @@ def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, s
                PADDED: tl.constexpr, G: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """state = Σ phi(k)ᵀ · v, key_sum = Σ phi(k), value_sum = Σ v and the number of keys, over tokens begin … end.
 
-    A softmax over tokens subtracts `shift` from its exponents, or else the largest so far, of which the last returns.
+    A softmax over tokens subtracts `shift` from its exponents. Any will do that keeps them in range: without one it is
+    the largest of the first tile, and where later keys are too far above that, all is done again with the largest of
+    all. What was subtracted returns last.
     """
+    FINDS: tl.constexpr = features.over_tokens(FEATURE) and shift is None
+    if FINDS:
+        tokens = begin + tl.arange(0, k_tile[0].shape[0])
+        keep = tiles.kept(mask, mask_n, tokens, end)
+        k = tiles.as_type(tiles.load(k_tile, begin, k_n, keep, k_ok, PADDED), tl.float32)
+        shift = features.first_shift(k, keep)
+    elif shift is None:
+        shift = ()
+    state, key_sums, value_sum, count, shift = sum_keys(
+        k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
+        FINDS, False, FEATURE, ROW_SUM, CONSTANT, TURN, PADDED, G, OPERAND, PRECISION)  # fmt: skip
+    if FINDS:  # noqa: SIM102, known when it is compiled
+        if features.out_of_range(key_sums, k_ok, OPERAND):
+            shift = features.nothing_yet(k_tile)
+            state, key_sums, value_sum, count, shift = sum_keys(
+                k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
+                False, True, FEATURE, ROW_SUM, CONSTANT, TURN, PADDED, G, OPERAND, PRECISION)  # fmt: skip
+    return states.diagonal(state, G), tiles.first_columns(key_sums), value_sum, count, shift
+
+
+@triton.jit
+def sum_keys(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, shift, turn_cos, turn_sin, feature_eps,
+             HELD: tl.constexpr, RUNNING: tl.constexpr, FEATURE: tl.constexpr, ROW_SUM: tl.constexpr,
+             CONSTANT: tl.constexpr, TURN: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr,
+             OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The sums of `keys_phase`. HELD keeps exponents in range; RUNNING subtracts the largest key so far."""
     BLOCK: tl.constexpr = k_tile[0].shape[0]
     state = tiles.zeros(k_tile, v_tile, 0)
     key_sums = tiles.zeros(k_tile, None, 16)
     value_sum = tiles.no_sums(v_tile)
     count = tl.zeros([v_tile[0].shape[1]], tl.float32)
-    FINDS: tl.constexpr = features.over_tokens(FEATURE) and shift is None
-    if FINDS:
-        shift = features.nothing_yet(k_tile)
-    elif shift is None:
-        shift = ()
     for start in tl.range(begin, end, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         keep = tiles.kept(mask, mask_n, tokens, end)
         k = tiles.as_type(tiles.load(k_tile, start, k_n, keep, k_ok, PADDED), tl.float32)
         v = tiles.load(v_tile, start, v_n, keep, v_ok, PADDED)
-        if FINDS:
+        if HELD:
+            k = features.held(k, shift, OPERAND)
+        if RUNNING:
             most = features.larger(shift, k, keep)
             state, key_sums = features.rescaled(state, shift, most), features.rescaled(key_sums, shift, most)
             shift = most
@@ -64,7 +89,7 @@ def keys_phase(k_tile, v_tile, mask, k_n, v_n, mask_n, begin, end, k_ok, v_ok, s
             value_sum = tiles.add_sums(value_sum, tiles.as_type(v, tl.float32))
             count += tl.sum(keep.to(tl.float32))
         state, key_sums = tiles.settled(state), tiles.settled(key_sums)
-    return states.diagonal(state, G), tiles.first_columns(key_sums), value_sum, count, shift
+    return state, key_sums, value_sum, count, shift
 
 
 @triton.jit

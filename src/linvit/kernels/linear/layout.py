@@ -17,7 +17,6 @@ from linvit.kernels.fused import MEMORY, power_of_two
 
 FEATURES = ("relu", "elu_plus_one", "sigmoid", "direction", "square", "softmax", "key_softmax", "identity")
 WIDEST = {2: 512, 4: 256}  # channels of a head that are served, by itemsize
-LONGEST_STRIDE = 2**22  # of tokens and channels: offsets within a block are 32-bit
 MOST_FILTERED = 4  # heads of a tile that are filtered along the tokens, each by itself
 OVER_TOKENS = ("softmax", "key_softmax")  # feature maps whose keys are a softmax over tokens
 
@@ -76,10 +75,10 @@ ENOUGH = 160_000  # bytes of shared memory with which a program need not spare a
 LARGEST_STATE = {2: 128 * 128, 4: 128 * 64}  # numbers that fit a program's registers and shared memory, by itemsize
 
 
-def pieces(dim: int) -> tuple[int, int]:
+def pieces(dim: int, least: int = 1) -> tuple[int, int]:
     """Columns for so many channels: a power of two, or 64 and a rest where that spares a fourth and more."""
     rest = max(16, power_of_two(dim - WIDE)) if dim > WIDE else 0
-    return (WIDE, rest) if 0 < rest < WIDE else (power_of_two(dim), 0)
+    return (WIDE, rest) if 0 < rest < WIDE else (max(least, power_of_two(dim)), 0)
 
 
 def layout_of(heads: int, head_dim: int, value_dim: int, itemsize: int, memory: int = MEMORY) -> Layout:
@@ -124,7 +123,7 @@ MOST_PARTS = 48  # partial states that are added up before more programs stop to
 
 def split_of(
     layout: Layout, programs: int, queries: int, keys: int, processors: int, memory: int, dtype: torch.dtype,
-    row_sum: bool, backward: bool,
+    formula: Formula, backward: bool,
 ) -> Split:  # fmt: skip
     """How to launch: measured on an H200 with bfloat16, over 1 to 768 programs and 196 to 12,544 tokens.
 
@@ -137,25 +136,35 @@ def split_of(
     warps = 4 if pieces and (columns == WIDE or itemsize == 2) else 8
     small = columns == WIDE and itemsize == 2
     stages = 3 if small or (itemsize == 2 and not backward) else 2
+    if (formula.turn and itemsize > 2) or (formula.height and dtype == torch.float16 and columns == 128):
+        stages = 1  # angles and bands, which are in float32, take their share
     if columns == 128 and itemsize == 2 and not backward:
         block = 64  # with fewer tokens products run on the slower of Hopper's two matrix units
     tokens = max(queries, keys)
-    if small and programs < processors and tokens <= SMALL // 2:
+    if memory < ENOUGH:
+        if dtype != torch.bfloat16:  # states are in float32
+            block, stages = 16, 1
+        elif columns >= 96 and (formula.turn or formula.height):  # so do they in bfloat16
+            stages = 1
+    elif small and programs < processors and tokens <= SMALL // 2:
         block, warps, stages = 128, 8, 2  # two rounds at most
-    if memory < ENOUGH and dtype != torch.bfloat16:  # states are in float32
-        block, stages = 16, 1
     full = 4 * programs >= 3 * processors
     registers = None
-    if small and row_sum and backward and programs > 2 * processors:
+    sums = formula.row_sum or formula.feature in OVER_TOKENS
+    if small and sums and backward and programs > 2 * processors:
         registers = 168  # three programs a processor, for a few spills
     once = SMALL * (5 * processors + 3 * programs) // (4 * processors)
+    if formula.feature == "square":
+        once //= 2  # features that take long are computed once
     if backward:
-        once = SMALL
+        once = 2 * SMALL if formula.feature in OVER_TOKENS else SMALL  # a split needs the largest keys from a launch
     if full and not (backward and columns != WIDE and pieces):
         once = 4 * SMALL
     phases: tuple[str, ...] = ("both",)
     chunks = 1
-    if tokens > once and (programs < 2 * processors or (backward and once == SMALL)):
+    if backward and memory < ENOUGH and columns == 128 and dtype == torch.float16:
+        once = tokens  # a state that is loaded to be multiplied from both sides takes twice its size
+    if tokens > once and (programs < 2 * processors or (backward and once < 4 * SMALL)):
         phases = ("queries", "keys") if backward else ("keys", "queries")
         waves = 3 if columns == WIDE else 2 if pieces else 1
         if small and backward and programs * tokens < 2 * block * processors:

@@ -33,9 +33,9 @@ class Grid(NamedTuple):
     prefix: int = 0
 
 
-def along_tokens(weight: Tensor | None, bias: Tensor | None, grid: Grid) -> Strides | None:
+def along_tokens(weight: Tensor, bias: Tensor | None, grid: Grid) -> Strides | None:
     """Of a filter along the tokens, shared by a head's channels, the strides of heads and taps, and how many taps."""
-    if weight is None or bias is not None or grid.width != 1 or grid.prefix:
+    if bias is not None or grid.width != 1 or grid.prefix:
         return None
     batch, heads, width, taps, columns = weight.shape
     if batch != 1 or width != 1 or columns != 1 or taps % 2 == 0 or taps > MOST_TAPS_ALONG:
@@ -89,14 +89,16 @@ def tile_of(width: int, numbers: int) -> tuple[int, int, int]:
 def prepare(signature: Signature, back: bool, gelu: bool) -> Launch:
     from linvit.kernels.local import kernels
 
-    batch, heads, tokens, width = signature.shape
+    batch, heads, _, width = signature.shape
+    grid = signature.grid
     blocks, channels, block = tile_of(width, TILE)
+    programs = -(-(grid.prefix + grid.height * grid.width) // block) * batch * heads * blocks
     unit, strides = in_units(signature.itemsize, signature.v, signature.base or (0,) * 4, signature.out)
     values = (
-        *strides, *signature.weight, *(signature.bias or (0, 0)), heads, *signature.grid,
+        *strides, *signature.weight, *(signature.bias or (0, 0)), heads, *grid,
         unit, width, blocks, channels, block, *signature.weight_shape[3:], back, gelu,
     )  # fmt: skip
-    return Launch(kernels.filter_kernel, (-(-tokens // block), batch * heads * blocks, 1), values, num_warps=4)
+    return Launch(kernels.filter_kernel, (programs, 1, 1), values, num_warps=4)
 
 
 @launch_cache
@@ -110,7 +112,7 @@ def prepare_weight_gradient(signature: Signature, processors: int) -> tuple[Laun
     blocks, channels, block = tile_of(width, GRADIENT_TILE if rows * columns <= MOST_TAPS else GRADIENT_TILE // 2)
     at_once = rows if rows * columns <= MOST_TAPS else 1
     programs = batch * heads * blocks * (rows // at_once)
-    share = 1 if signature.weight[0] else max(1, programs // (4 * processors))
+    share = 1 if signature.weight_shape[0] > 1 else max(1, programs // (4 * processors))
     images = -(-batch // share)
     wanted = max(1, 4 * processors // (images * heads * blocks * (rows // at_once)))
     chunk = max(block, -(-patches // (min(wanted, 16) * block)) * block)
@@ -178,8 +180,9 @@ def prepare_token_gradient(signature: Signature, near: Strides, weighs: bool, pr
         *(*places, heads, tokens, chunk),
         *(weighs, unit, width, blocks, channels, block, taps, compute, precision),
     )
+    stages = 2 if signature.itemsize == 2 else 1  # for graphics cards
     launch = Launch(
-        kernels.token_gradient_kernel, (batch * heads * blocks, chunks, 1), values, num_warps=4, num_stages=2
+        kernels.token_gradient_kernel, (batch * heads * blocks, chunks, 1), values, num_warps=4, num_stages=stages
     )
     return launch, (batch, heads, blocks * chunks, taps)
 
@@ -224,12 +227,16 @@ class _Filtered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise LinvitError("the fused local branch cannot be differentiated twice; use impl='reference'")
+        fused.refuse_graph("local branch")
         v, weight, bias = ctx.saved_tensors
         of_base, of_v, *wanted, _ = ctx.needs_input_grad
         dv = value_gradient(grad, weight, ctx.grid, None, rows_like(v)) if of_v else None
         return grad if of_base else None, dv, *weight_gradient(grad, v, weight, bias, ctx.grid, tuple(wanted)), None
+
+
+def refuse_gelu(gelu: bool) -> None:
+    if gelu:
+        raise LinvitError("the local branch with a GELU has no gradient")
 
 
 def filtered(
@@ -240,11 +247,18 @@ def filtered(
         return torch.ops.linvit.local_filter(onto, v, weight, bias, *grid, gelu)  # type: ignore[no-any-return]
     tensors = (onto, v, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        refuse_gelu(gelu)
         return _Filtered.apply(*tensors, grid)  # type: ignore[no-any-return]
     return forward(v, weight, bias, grid, onto, rows_like(v), gelu=gelu)
 
 
-OPTIONS = "int height, int width, int prefix"
+def flops(v: Any, weight: Any, grid: Grid) -> int:
+    """From shapes, two per multiply-accumulate of a convolution over the grid, padding included."""
+    batch, heads, _, width = v
+    return 2 * batch * heads * width * grid.height * grid.width * math.prod(weight[3:])
+
+
+OPTIONS = "SymInt height, SymInt width, SymInt prefix"
 library.define(f"local_filter(Tensor? base, Tensor v, Tensor weight, Tensor? bias, {OPTIONS}, bool gelu) -> Tensor")
 library.define(
     f"local_filter_backward(Tensor grad, Tensor v, Tensor weight, Tensor? bias, {OPTIONS}, bool d_v, bool d_weight, "
@@ -267,18 +281,18 @@ def run_backward(
 
 def fake_backward(grad: Tensor, v: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Any:
     dv, empty = rows_like(v), grad.new_empty(0)
-    found = (dv, torch.empty_like(weight), None if bias is None else torch.empty_like(bias))
+    found = (dv, weight.new_empty(weight.shape), None if bias is None else bias.new_empty(bias.shape))
     return tuple(d if asked and d is not None else empty for d, asked in zip(found, rest[-3:], strict=True))
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, v, weight, bias, *ctx.grid, gelu = inputs
-    if gelu:
-        raise LinvitError("the local branch with a GELU has no gradient")
+    refuse_gelu(gelu)
     ctx.save_for_backward(v, weight, bias)
 
 
 def differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    fused.refuse_graph("local branch")
     v, weight, bias = ctx.saved_tensors
     of_base, *wanted = ctx.needs_input_grad[:4]
     found = torch.ops.linvit.local_filter_backward(grad, v, weight, bias, *ctx.grid, *wanted)
@@ -291,7 +305,9 @@ for device in ("CUDA", "CPU"):
     library.impl("local_filter_backward", run_backward, device)
 for op, passes in ((torch.ops.linvit.local_filter, 1), (torch.ops.linvit.local_filter_backward, 2)):
     register_flop_formula(op)(
-        lambda _, v, weight, *args, passes=passes, **__: 2 * passes * math.prod(v) * math.prod(weight[3:])
+        lambda _, v, weight, bias, height, width, prefix, *rest, passes=passes, **__: (
+            passes * flops(v, weight, Grid(height, width, prefix))
+        )
     )
 torch.library.register_fake("linvit::local_filter", lambda base, v, *_: rows_like(v), lib=library)
 torch.library.register_fake("linvit::local_filter_backward", fake_backward, lib=library)

@@ -35,10 +35,11 @@ def filter_kernel(
     v_b, v_h, v_n = strides(v_b, v_h, v_n, UNIT)
     base_b, base_h, base_n = strides(base_b, base_h, base_n, UNIT)
     out_b, out_h, out_n = strides(out_b, out_h, out_n, UNIT)
-    pid = tl.program_id(1)
+    blocks = tl.cdiv(prefix + height * width, BLOCK)  # of tokens; in one axis of the grid, for a second one is short
+    pid = tl.program_id(0) // blocks
     channel = pid % BLOCKS * C + tl.arange(0, C)
     head, batch = pid // BLOCKS % heads, pid // (BLOCKS * heads)
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     some = channel < DIM
     patch = tokens - prefix
     row, column = patch // width, patch % width

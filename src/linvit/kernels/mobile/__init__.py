@@ -30,6 +30,7 @@ GROUP = 64  # channels that one program of the split kernels takes
 BLOCK = 32  # tokens of a chunk of theirs are a multiple of this
 SPLIT = 2  # programs for each processor that tokens are split for
 WAVES = 8  # programs for each processor that are enough where a program can also take more tokens
+LEAST = 1e-12  # of eps: heads that only fill a tile have no other flow, and the kernels divide by two at once
 INSIDE = 8  # chunks up to which the queries' programs combine them themselves
 
 
@@ -121,7 +122,7 @@ def prepare_forward(
     batch, tokens, head_dim, value_dim = q[0], q[2], q[3], v[3]
     channels, value_channels = q[1] * head_dim, v[1] * value_dim
     small, released, eps = options
-    cut = cut_of(batch, channels, value_channels, tokens, small, processors(device))
+    cut, eps = cut_of(batch, channels, value_channels, tokens, small, processors(device)), max(eps, LEAST)
     heads, size = (cut.group, cut.width, cut.value_width), cut.size + cut.heads
     _, kind, precision = fused.operands(dtype, device.type == "cpu")
     q_dim, k_dim, v_dim = (
@@ -167,7 +168,7 @@ def prepare_backward(
     batch, tokens, head_dim, value_dim = q[0], q[2], q[3], v[3]
     channels, value_channels = q[1] * head_dim, v[1] * value_dim
     small, released, eps = options
-    cut = cut_of(batch, channels, value_channels, tokens, small, processors(device))
+    cut, eps = cut_of(batch, channels, value_channels, tokens, small, processors(device)), max(eps, LEAST)
     _, kind, precision = fused.operands(dtype, device.type == "cpu")
     dims = tuple(dense(one, head_dim) for one in (q_strides, k_strides))
     value_dims = tuple(dense(one, value_dim) for one in (v_strides, grad_strides))
@@ -245,7 +246,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, small: int) -> str | None:
     return None
 
 
-def flops(q: torch.Size, v: torch.Size, options: Options) -> int:
+def flops(q: torch.Size, v: torch.Size, options: Options, given: Given) -> int:
     """2 per multiply-accumulate: both products, and four or five dot products of a token's channels."""
     batch, heads, tokens, head_dim = q
     dots = (4 if options.released else 5) * heads * head_dim

@@ -8,6 +8,7 @@ the product of the state and its gradient: no further pass over the tokens.
 import triton
 import triton.language as tl
 
+from linvit.kernels.approximate import exp, inverse, rough
 from linvit.kernels.mobile import kernels
 from linvit.kernels.tiles import settled
 
@@ -22,6 +23,7 @@ def state_gradient_kernel(q, g, flow, final, partial, q_b, q_h, q_n, q_d, g_b, g
     groups = tl.cdiv(channels, M * W)
     batch, first = tl.program_id(0) // groups, tl.program_id(0) % groups * (M * W)
     heads = channels // W
+    ROUGH: tl.constexpr = rough(q.dtype.element_ty)
     begin = tl.program_id(1) * chunk
     end = tl.minimum(begin + chunk, tokens_all)
     q_b, q_h, q_n = kernels.strides(q_b, q_h, q_n, UNIT)
@@ -36,8 +38,8 @@ def state_gradient_kernel(q, g, flow, final, partial, q_b, q_h, q_n, q_d, g_b, g
         ok = tokens < end
         x = kernels.tile(q, batch, tokens, ok, q_b, q_h, q_n, q_d, first, channels, QD, M, W)
         dy = kernels.rows(g, batch, tokens, ok, g_b, g_h, g_n, g_d, first // W * V, value_channels, GD, M * V).to(KIND)
-        a = kernels.phi(x, first, heads, W)
-        gate, below = kernels.gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM, W)
+        a = kernels.phi(x, first, heads, W, ROUGH)
+        gate, below = kernels.gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM, W, ROUGH)
         gamma = gate * below
         if ROW_SUM:
             d_a = tl.dot(dy, tl.trans(state), input_precision=PRECISION)
@@ -112,7 +114,8 @@ def query_side(a, g, flow, here, batch, tokens, ok, tokens_all, first, channels,
     """The output's gradient to phi(q), Ī and, where that is the denominator, I."""
     M: tl.constexpr = a.shape[1]
     sums = sums_of_state(here, first, channels, M, W, V)
-    gate, below = kernels.gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM, W)
+    ROUGH: tl.constexpr = rough(g.dtype.element_ty)
+    gate, below = kernels.gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM, W, ROUGH)
     gamma = gate * below
     dy = kernels.tile(g, batch, tokens, ok, g_b, g_h, g_n, g_d, first // W * V, value_channels, GD, M, V)
     d_a = times_state_transposed(dy, here, first, channels, W, V)
@@ -140,7 +143,7 @@ def key_side(c, v, dv, by_in, here, d_here, batch, tokens, ok, keep, first, chan
         mean += tl.sum(ours * columns_of_state(d_here, first, channels, j, M, W, V), 2)
     flowing = tl.sum(c * by_in, 2) + eps * tl.sum(by_in, 2)
     clamped = tl.minimum(tl.maximum(flowing, -1.0), 1.0) if CLAMP else flowing
-    weight = tl.where(keep[:, None] & there[None, :], kernels.exp(clamped - level[None, :]) * count, 0.0)
+    weight = tl.where(keep[:, None] & there[None, :], exp(clamped - level[None, :]) * count, 0.0)
     x = kernels.tile(v, batch, tokens, keep, v_b, v_h, v_n, v_d, first // W * V, value_channels, VD, M, V)
     d_v = times_state(c, d_here, first, channels, W, V) * weight[:, :, None]
     kernels.put(dv, batch, tokens, ok, dv_b, dv_n, first // W * V, value_channels, flat(d_v))
@@ -219,14 +222,14 @@ def gradient_kernel(q, k, v, g, flow, final, d_final, mask, counts, dq, dk, dv,
         d_by_in = kernels.over_heads(weighed(d_flowing, c, eps))
         d_outs, d_ins = (), ()
         for i in tl.static_range(len(a)):
-            one_in = kernels.inverse(tl.sum((a[i] + eps) * of_k, 2))
-            one_out = kernels.inverse(tl.sum((c[i] + eps) * of_q, 2))
+            one_in = inverse(tl.sum((a[i] + eps) * of_k, 2))
+            one_out = inverse(tl.sum((c[i] + eps) * of_q, 2))
             d_outs += (-tl.sum(d_by_out * c[i], 2) * (one_out * one_out),)
             d_ins += (d_in[i] - tl.sum(d_by_in * a[i], 2) * (one_in * one_in),)
         d_of_q, d_of_k = kernels.over_heads(weighed(d_outs, c, eps)), kernels.over_heads(weighed(d_ins, a, eps))
         for i in tl.static_range(len(a)):
-            one_in = kernels.inverse(tl.sum((a[i] + eps) * of_k, 2))[:, :, None]
-            one_out = kernels.inverse(tl.sum((c[i] + eps) * of_q, 2))[:, :, None]
+            one_in = inverse(tl.sum((a[i] + eps) * of_k, 2))[:, :, None]
+            one_out = inverse(tl.sum((c[i] + eps) * of_q, 2))[:, :, None]
             grad = d_a[i] + d_gate[i][:, :, None] * by_out + d_by_in * one_in + d_ins[i][:, :, None] * of_k + d_of_q
             kernels.put(dq, batch, tokens, ok, dq_b, dq_n, i * WIDE, channels, flat(grad * a[i] * (1 - a[i])))
             grad = d_c[i] + d_flowing[i][:, :, None] * by_in + d_by_out * one_out + d_outs[i][:, :, None] * of_q

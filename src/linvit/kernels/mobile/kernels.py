@@ -16,7 +16,8 @@ by one. The rest is elementwise on tiles of (tokens, heads, channels) in float32
 import triton
 import triton.language as tl
 
-from linvit.kernels.tiles import INTERPRETED, settled, strides
+from linvit.kernels.approximate import exp, inverse, rough, sigmoid
+from linvit.kernels.tiles import settled, strides
 
 CALM = tl.constexpr(60.0)  # Ō up to which exp needs no maximum subtracted
 
@@ -48,31 +49,10 @@ def put(ptr, batch, tokens, ok, stride_b, stride_n, first, channels, x):
 
 
 @triton.jit
-def inverse(x):
-    """1 / x in one instruction, to 1e-7; tl.exp and its like spend several on denormal numbers too."""
-    if INTERPRETED:
-        return 1 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def exp(x):
-    x *= 1.4426950408889634
-    if INTERPRETED:
-        return tl.exp2(x)
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def sigmoid(x):
-    return inverse(1 + exp(-x))
-
-
-@triton.jit
-def phi(x, first, heads, W: tl.constexpr):
+def phi(x, first, heads, W: tl.constexpr, ROUGH: tl.constexpr):
     """Sigmoid; zero for heads that only fill the tile."""
     head = first // W + tl.arange(0, x.shape[1])
-    return tl.where((head < heads)[None, :, None], sigmoid(x), 0.0)
+    return tl.where((head < heads)[None, :, None], sigmoid(x, ROUGH), 0.0)
 
 
 @triton.jit
@@ -86,14 +66,15 @@ def flow_of(flow, batch, tokens, ok, count, WHICH: tl.constexpr, W: tl.constexpr
 def features(ptr, batch, tokens, ok, stride_b, stride_h, stride_n, stride_d, channels, D: tl.constexpr,
              W: tl.constexpr, WIDE: tl.constexpr, PIECES: tl.constexpr, REST: tl.constexpr):  # fmt: skip
     """phi of all channels of a token: a tuple of pieces WIDE each, and the rest."""
+    ROUGH: tl.constexpr = rough(ptr.dtype.element_ty)
     out = ()
     for i in tl.static_range(PIECES):
         x = tile(ptr, batch, tokens, ok, stride_b, stride_h, stride_n, stride_d, i * WIDE, channels, D, WIDE // W, W)
-        out += (phi(x, i * WIDE, channels // W, W),)
+        out += (phi(x, i * WIDE, channels // W, W, ROUGH),)
     if REST:
         first = PIECES * WIDE
         x = tile(ptr, batch, tokens, ok, stride_b, stride_h, stride_n, stride_d, first, channels, D, REST // W, W)
-        out += (phi(x, first, channels // W, W),)
+        out += (phi(x, first, channels // W, W, ROUGH),)
     return out
 
 
@@ -179,7 +160,8 @@ def spread(state):
 def competing(k, flow, batch, tokens, keep, tokens_all, k_b, k_h, k_n, k_d, first, channels, eps, D: tl.constexpr,
               M: tl.constexpr, W: tl.constexpr, CLAMP: tl.constexpr):  # fmt: skip
     """phi(k), zero where no key is, and Ō."""
-    c = phi(tile(k, batch, tokens, keep, k_b, k_h, k_n, k_d, first, channels, D, M, W), first, channels // W, W)
+    x = tile(k, batch, tokens, keep, k_b, k_h, k_n, k_d, first, channels, D, M, W)
+    c = phi(x, first, channels // W, W, rough(k.dtype.element_ty))
     by_in = flow_of(flow, batch, tokens, keep, tokens_all, 3, W)
     flowing = tl.sum(c * by_in, 2) + eps * tl.sum(by_in, 2)
     if CLAMP:
@@ -300,10 +282,11 @@ def combine_kernel(partial, final, counts, channels, batches, chunks, size, fina
 
 
 @triton.jit
-def gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM: tl.constexpr, W: tl.constexpr):
+def gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM: tl.constexpr, W: tl.constexpr,
+            ROUGH: tl.constexpr):  # fmt: skip
     """σ(Ī) and the inverse of the denominator, (tokens, heads) each."""
     by_out = flow_of(flow, batch, tokens, ok, tokens_all, 2, W)
-    gate = sigmoid(tl.sum(a * by_out, 2) + eps * tl.sum(by_out, 2))
+    gate = sigmoid(tl.sum(a * by_out, 2) + eps * tl.sum(by_out, 2), ROUGH)
     if ROW_SUM:
         return gate, inverse(tl.sum(a * sums, 2) + eps)
     of_k = flow_of(flow, batch, tokens, ok, tokens_all, 0, W)
@@ -323,7 +306,8 @@ def queries_kernel(q, flow, partial, final, counts, out, q_b, q_h, q_n, q_d, o_b
     ok = tokens < tokens_all
     q_b, q_h, q_n = strides(q_b, q_h, q_n, UNIT)
     o_b, o_h, o_n = strides(o_b, o_h, o_n, UNIT)
-    a = phi(tile(q, batch, tokens, ok, q_b, q_h, q_n, q_d, first, channels, QD, M, W), first, heads, W)
+    ROUGH: tl.constexpr = rough(q.dtype.element_ty)
+    a = phi(tile(q, batch, tokens, ok, q_b, q_h, q_n, q_d, first, channels, QD, M, W), first, heads, W, ROUGH)
     if partial is None:
         state_ptr, sums_ptr, there = state_at(final + batch.to(tl.int64) * final_size, first, heads, W, V, M)
         state = tl.load(state_ptr, mask=there[:, None, None], other=0.0)
@@ -334,7 +318,7 @@ def queries_kernel(q, flow, partial, final, counts, out, q_b, q_h, q_n, q_d, o_b
         state, sums, level = combined(partial, batch, first, channels, batches, chunks, size, count, M, W, V)
         if tl.program_id(1) == 0:
             finish_state(final, batch, first, channels, final_size, state, sums, level)
-    gate, below = gate_of(a, flow, batch, tokens, ok, tokens_all, sums[None, :, :], eps, ROW_SUM, W)
+    gate, below = gate_of(a, flow, batch, tokens, ok, tokens_all, sums[None, :, :], eps, ROW_SUM, W, ROUGH)
     weighed = tl.reshape(a * (gate * below)[:, :, None], [BLOCK, M * W]).to(KIND)
     y = tl.dot(weighed, spread(state).to(KIND), input_precision=PRECISION)
     put(out, batch, tokens, ok, o_b, o_n, first // W * V, value_channels, y)

@@ -24,7 +24,7 @@ from linvit.kernels.fused import (
     shared_memory,
     signature_of,
 )
-from linvit.kernels.linear import layout
+from linvit.kernels.linear.layout import ENOUGH, pieces
 from linvit.kernels.operators import register
 from linvit.kernels.relu_quadratic import cpu
 
@@ -32,7 +32,6 @@ WIDEST = 256  # channels of a head that fit a program's registers
 FARTHEST = 2**23  # numbers between rows of a bias, of which a tile has up to 128
 FEW = 64  # tokens up to which the CPU does better without tiles
 MANY = 2048  # tokens from which the wider of two good blocks wins; below, less is lost at the ragged end
-ENOUGH = 160_000  # bytes of shared memory that every tile fits into as it is; graphics cards have 101,376
 WAVES = 4  # programs for each processor that are enough to keep it busy
 
 
@@ -57,8 +56,9 @@ def why_not_bias(bias: Tensor, device: torch.device) -> str | None:
 
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor | None:
     """The attention on the CPU: over tiles, but not with so few tokens, as in windows, that calls take longer than
-    products. None elsewhere, for empty tensors, and for exporters, which are given the formula as it is written."""
-    if q.device.type != "cpu" or not q.dtype == k.dtype == v.dtype or fused.exporting():
+    products. None elsewhere, for empty tensors, and for exporters and transforms, which are given the formula as it is
+    written."""
+    if q.device.type != "cpu" or not q.dtype == k.dtype == v.dtype or fused.exporting() or fused.transformed():
         return None
     if 0 in (*q.shape, *v.shape):
         return None
@@ -89,12 +89,14 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
     Measured on an H200 in bfloat16. What counts is that accumulators stay in registers: 64 rows to a warpgroup.
     """
     if itemsize > 2:
-        return Tiles(64, 32, 4, 2) if width <= 64 else Tiles(32, 32, 4, 1)
+        return Tiles(64, 32, 4, 2) if width <= 64 else Tiles(32, 32, 4, 1) if width <= 128 else Tiles(16, 16, 4, 1)
     if width > 128:
         return Tiles(64, 32, 4, 2) if which != "keys" else Tiles(64, 32, 8, 2)
     if which == "bias":
         return Tiles(64, 32, 4, 2)
     if 64 < width < 128:
+        if which == "forward":
+            return Tiles(64, 32, 4, 3) if few else Tiles(128, 64, 4, 3)
         return Tiles(64, 64, 4, 2 if which == "keys" else 3)
     if width > 64:
         wide = {"forward": Tiles(64, 64, 4, 3), "keys": Tiles(64, 32, 4, 3), "queries": Tiles(128, 32, 8, 3)}
@@ -104,12 +106,6 @@ def tiles(which: str, width: int, itemsize: int, tokens: int, few: bool) -> Tile
     if which == "keys" and width == 64:
         return Tiles(64, 64 if tokens >= MANY else 32, 4, 4)
     return Tiles(64, 64, 4, 3)
-
-
-def pieces(dim: int) -> tuple[int, int]:
-    """Columns for so many channels, in one tile or two."""
-    width, rest = layout.pieces(dim)
-    return max(16, width), rest
 
 
 @launch_cache
@@ -126,7 +122,7 @@ def prepare(
 
     q, _, v, q_strides, k_strides, v_strides, dtype, *_, device, _, _ = signature
     (batch, heads, queries, head_dim), (keys, value_dim) = q, v[2:]
-    (width, rest), (value_width, value_rest) = pieces(head_dim), pieces(value_dim)
+    (width, rest), (value_width, value_rest) = pieces(head_dim, 16), pieces(value_dim, 16)
     columns = max(width + rest, value_width + value_rest)
     tokens = keys if which == "keys" else queries
     few = biased is not None or batch * heads * -(-tokens // 128) < 2 * processors(device)
@@ -227,13 +223,13 @@ def share_of(images: int, tiles: int, processors: int) -> int:
     return -(-images // min(images, -(-WAVES * processors // tiles)))
 
 
-def flops(q: torch.Size, v: torch.Size, options: Options) -> int:
+def flops(q: torch.Size, v: torch.Size, options: Options, given: Given) -> int:
     """2 per multiply-accumulate of the two products."""
     batch, heads, queries, head_dim = q
     return 2 * batch * heads * queries * v[2] * (head_dim + v[3])
 
 
-def backward_flops(q: torch.Size, v: torch.Size, options: Options) -> int:
+def backward_flops(q: torch.Size, v: torch.Size, options: Options, given: Given) -> int:
     """What the gradients need: the scores again, dq and dk, dv and its transpose. Work done twice is not counted."""
     batch, heads, queries, head_dim = q
     return 2 * batch * heads * queries * v[2] * (3 * head_dim + 2 * v[3])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from linvit.kernels.fused import rows_like
 
-ROWS, COLUMNS = 512, 1024  # of a tile of scores, at most
-TILE_NUMBERS = 2**18  # scores of heads that share a tile: 1 MiB of float32
+ROWS, COLUMNS = 512, 1024  # of a tile of scores, at most; rows may be more where columns are few
+TILE_NUMBERS = 2**18  # scores that share a tile: 1 MiB of float32
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -47,7 +47,7 @@ def finish(whole: Tensor, number: int, result: Tensor) -> None:
 def one_tile(q: Tensor, k: Tensor, buffers: int) -> Tensor | None:
     """Buffers for all scores of an image, where one tile holds them."""
     (heads, rows), columns = q.shape[1:3], k.shape[2]
-    if rows > ROWS or columns > COLUMNS or heads * rows * columns > TILE_NUMBERS:
+    if columns > COLUMNS or heads * rows * columns > TILE_NUMBERS:
         return None
     return q.new_empty(buffers, heads, rows, columns, dtype=torch.float32 if q.dtype in HALF else q.dtype)
 
@@ -57,7 +57,8 @@ def tiles(q: Tensor, k: Tensor, buffers: int) -> Iterator[tuple[slice, slice, sl
 
     Rows of a buffer begin at whole cache lines, but not a power of two apart: those would share few sets of the cache.
     """
-    rows, columns = parts(q.shape[1], ROWS, 16), parts(k.shape[1], COLUMNS, 16)
+    columns = parts(k.shape[1], COLUMNS, 16)
+    rows = parts(q.shape[1], max(ROWS, TILE_NUMBERS // columns[0].stop), 16)
     height, width = rows[0].stop, columns[0].stop
     groups = parts(q.shape[0], max(1, TILE_NUMBERS // (height * width)))
     whole = q.new_empty(buffers, groups[0].stop, height, -(-width // 16) * 16 + 16)

@@ -21,7 +21,7 @@ from linvit.kernels.fused import (
     shared_memory,
     signature_of,
 )
-from linvit.kernels.linear import layout
+from linvit.kernels.linear.layout import ENOUGH, pieces
 from linvit.kernels.operators import register
 
 WIDEST = {2: 128, 4: 64}  # channels of a head whose products fit a program's registers, by itemsize
@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 
 def tiles_of(which: str, columns: int, itemsize: int, memory: int) -> Tiles:
     """The rule for "forward" and "backward", the same in each phase."""
-    if itemsize > 2 or memory < layout.ENOUGH:
+    if itemsize > 2 or memory < ENOUGH:
         return Tiles(32, 4, 1) if columns <= 64 else Tiles(16 if itemsize > 2 else 32, 8, 1)
     return Tiles(64, 4, 3 if which == "forward" else 2) if columns < 128 else Tiles(32, 8, 2)
 
@@ -55,32 +55,27 @@ def split_of(programs: int, tokens: int, block: int, processors: int) -> int:
     return min(MOST, -(-2 * processors // programs), -(-tokens // (2 * block)))
 
 
-def columns_of(dim: int) -> tuple[int, int]:
-    width, rest = layout.pieces(dim)
-    return max(16, width), rest
-
-
 def numbers_of(dim: int) -> int:
     """Sums that a head has: of products, and of squares of q and k."""
-    columns = sum(columns_of(dim))
+    columns = sum(pieces(dim, 16))
     return columns * (columns + 2)
-
-
-class Plan(NamedTuple):
-    chunks: int
-    launches: tuple[Launch, ...]  # of both phases, or one for each
 
 
 @launch_cache
 def prepare(
-    which: str, signature: tuple[Any, ...], mask_strides: Strides | None, options: Options, strides: tuple[Strides, ...]
-) -> Plan:
-    """The launches "forward" or "backward"; `strides` are of its tensors beside q, k and v."""
+    which: str, signature: tuple[Any, ...], mask_strides: Strides | None, options: Options,
+    strides: tuple[Strides, ...], temperature: torch.dtype | None, writes: bool,
+) -> tuple[Launch, ...]:  # fmt: skip
+    """The launch "forward" or "backward", or one for each phase; `strides` are of its tensors beside q, k and v.
+
+    `temperature` is its type, and `writes` whether the state or the temperature's gradient is written: a kernel is
+    compiled for that.
+    """
     from linvit.kernels.xca import kernels
 
     q, _, _, q_strides, k_strides, v_strides, dtype, *_, device, _, _ = signature
     batch, heads, tokens, dim = q
-    width, rest = columns_of(dim)
+    width, rest = pieces(dim, 16)
     t = tiles_of(which, width + rest, dtype.itemsize, shared_memory(device))
     chunks = split_of(batch * heads, tokens, t.block, processors(device))
     chunk = -(-tokens // (chunks * t.block)) * t.block
@@ -89,25 +84,29 @@ def prepare(
     unit, in_order = in_units(dtype.itemsize, q_strides, k_strides, v_strides, *strides)
     step = batch * heads * numbers_of(dim)
     values: tuple[Any, ...] = (*in_order, *(mask_strides or (0, 0)), heads, tokens, chunk, chunks, step, tokens**-0.5)
-    values += (options.eps, dim, width, rest, t.block, unit, options.norm)
+    values += (max(options.eps, fused.LEAST), dim, width, rest, t.block, unit, options.norm)
     kernel, kinds = {
         "forward": (kernels.forward_kernel, (kind, kind)),
         "backward": (kernels.backward_kernel, (wide_kind,)),
     }[which]
     phases = ("both",) if chunks == 1 else ("first", "second")
     grid = (batch * heads, chunks, 1)
-    launches = (
+    return tuple(
         Launch(kernel, grid, (*values, phase, *kinds, precision), num_warps=t.warps, num_stages=t.stages)
         for phase in phases
     )
-    return Plan(chunks, tuple(launches))
 
 
-def partial_of(plan: Plan, q: Tensor) -> Tensor | None:
-    if plan.chunks == 1:
+def partial_of(launches: tuple[Launch, ...], q: Tensor) -> Tensor | None:
+    """Room for the sums that the first of two launches leaves."""
+    if len(launches) == 1:
         return None
     numbers = q.shape[0] * q.shape[1] * numbers_of(q.shape[3])
-    return torch.empty((plan.chunks, numbers), dtype=torch.float32, device=q.device)
+    return torch.empty((launches[0].grid[1], numbers), dtype=torch.float32, device=q.device)
+
+
+def kind_of(temperature: Tensor | None) -> torch.dtype | None:
+    return None if temperature is None else temperature.dtype
 
 
 def counts_of(mask: Tensor | None, options: Options) -> Tensor | None:
@@ -121,10 +120,10 @@ def forward(
     mask, temperature = given
     out = rows_like(v)
     masks = None if mask is None else mask.stride()
-    plan = prepare("forward", signature, masks, options, (out.stride()[:3],))
-    partial = partial_of(plan, q)
+    launches = prepare("forward", signature, masks, options, (out.stride()[:3],), kind_of(temperature), save)
+    partial = partial_of(launches, q)
     state = torch.empty(saved_sizes(q, v, options)[0], dtype=torch.float32, device=q.device) if save else None
-    for launch in plan.launches:
+    for launch in launches:
         launch(q, k, v, out, mask, temperature, counts_of(mask, options), partial, state)
     return out, state
 
@@ -137,11 +136,12 @@ def backward(
     (mask, temperature), (state,) = given, saved
     strides = (grad.stride(), *(d.stride()[:3] for d in (dq, dk, dv)))
     masks = None if mask is None else mask.stride()
-    plan = prepare("backward", signature_of(q, k, v), masks, options, strides)
-    partial, asked = partial_of(plan, q), temperature is not None and wanted[0]
+    asked = temperature is not None and wanted[0]
+    launches = prepare("backward", signature_of(q, k, v), masks, options, strides, kind_of(temperature), asked)
+    partial = partial_of(launches, q)
     shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if asked else None
     others = (mask, temperature, counts_of(mask, options), partial, state, shares)
-    for launch in plan.launches:
+    for launch in launches:
         launch(q, k, v, grad, dq, dk, dv, *others)
     if shares is None or temperature is None:
         return (None,)
@@ -157,7 +157,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return f"heads of {q.shape[3]} channels are wider than {widest}" if q.shape[3] > widest else None
 
 
-def flops(q: torch.Size, v: torch.Size, options: Options) -> int:
+def flops(q: torch.Size, v: torch.Size, options: Options, given: Given) -> int:
     """2 per multiply-accumulate of the two products."""
     batch, heads, tokens, dim = q
     return 4 * batch * heads * tokens * dim * dim
