@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,8 @@ PAGE = ROOT / "docs" / "deployment.md"
 KIND = "mobile edge"
 RUNTIMES = ("coreml", "onnx", "openvino", "executorch")
 OTHERS = "other models"
+SLOWER = "rows below 1"
+FIXED, LITTLE = ("mixa", "stella", "relu_linear"), 0.97  # what is below the second is told row by row
 TITLES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO", "executorch": "ExecuTorch"}
 ORDER = ("eager", "compiled", *TITLES)
 
@@ -161,8 +164,55 @@ def page() -> str:
         if mark(path.name) in text:
             text = under(path.name, table, text)
         else:
-            others.append(f"`{result['model']}`:\n\n{table}")
-    return under(OTHERS, "\n\n".join(others), text)
+            parts = [
+                f"### {result['model']}",
+                f"{result['environment']['hardware']}:",
+                commands(result, path.name),
+                table,
+            ]
+            if several_sizes(result):
+                parts.append(f"![How many times as fast as the original]({path.stem}.png)")
+            others.append("\n\n".join(parts))
+    return under(SLOWER, rows_below_one(), under(OTHERS, "\n\n".join(others), text))
+
+
+def rows_below_one() -> str:
+    """How many rows of the fixed plans are slower than their originals, and which are by more than 3 %."""
+    found = []
+    for path in sorted(RESULTS.glob("edge-*.json")):
+        result = read_result(path)
+        if result["kind"] != KIND:
+            rows = [row for row in result["rows"] if row["attention"].partition(":")[0] in FIXED and "ratio" in row]
+            found += [(round(ratio(row), 2), result["model"], row) for row in rows]
+    slower = [(times, model, row) for times, model, row in found if times < 1]
+    told = [
+        f"- {times:.2f}: `{model}` by `{row['attention']}` at {row['resolution']} pixels, "
+        f"{TITLES.get(row['runtime'], row['runtime'])}, threads: {row['threads']}"
+        for times, model, row in sorted(slower, key=lambda entry: entry[0])
+        if times < LITTLE
+    ]
+    eager = sum(row["runtime"] == "eager" for _, _, row in slower)
+    ends = ", all by 3 % at most." if not told else "; by more than 3 %:\n\n" + "\n".join(told)
+    return f"Of {len(found)} rows of the fixed plans {len(slower)} are below 1, {eager} of them eager{ends}"
+
+
+def several_sizes(result: dict[str, Any]) -> bool:
+    return len({row["resolution"] for row in result["rows"]}) > 1
+
+
+def commands(result: dict[str, Any], name: str) -> str:
+    """What measured a result of `bench edge`: a command for each size, for larger ones go to fewer runtimes."""
+    rows, lines = result["rows"], []
+    words = [f"linvit bench edge {result['model']} --plan {','.join(result['plans'])}"]
+    words += [f"--model-arg {key}={value}" for key, value in result["args"].items()]
+    words += [f"--drop {','.join(result['drop'])}"] if result["drop"] else []
+    words.append(f"--threads {','.join(map(str, sorted({row['threads'] for row in rows})))}")
+    words += re.findall(r"--budget \S+", result["environment"]["command"])
+    for size in dict.fromkeys(row["resolution"] for row in rows):
+        runtimes = dict.fromkeys(row["runtime"] for row in rows if row["resolution"] == size)
+        where = f"--resume {name}" if lines else f"-o {name}"
+        lines.append(f"    {' '.join(words)} \\\n        --size {size} --runtime {','.join(runtimes)} {where}")
+    return "\n".join(lines)
 
 
 def mark(name: str) -> str:

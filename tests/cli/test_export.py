@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 from PIL import Image
 
 import linvit
 from linvit.cli import main
+from linvit.cli.export import print_exported
+from linvit.runtimes import Check, Exported
+from linvit.runtimes.exporting import find_target
 from linvit.runtimes.photographs import photographs
+from tests.dense_fixture import write_voc
 
 pytest.importorskip("onnx", reason="pip install 'linvit[onnx]'")
 pytest.importorskip("onnxruntime", reason="pip install 'linvit[onnx]'")
@@ -37,6 +43,29 @@ def test_export_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert beside["metrics"]["before"]["top1"] == beside["metrics"]["after"]["top1"]
     assert run("export", *model, "--to", "coreml", "--dynamic") == 2
     assert "Core ML cannot have dynamic" in capsys.readouterr().err
+
+
+def test_a_segmenter_is_measured_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_voc(tmp_path / "voc", side=64)
+    shallow = {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 40, 64)}
+    torch.manual_seed(0)
+    model = timm.create_model("semantic_fpn", backbone="pvt_v2_b0", backbone_args=shallow, num_classes=6)
+    model.pretrained_cfg["crop_mode"] = "squash"  # as a training on squares notes it
+    linvit.save(model, tmp_path / "model")
+    words = ["export", tmp_path / "model", "--to", "onnx", "--photographs", 1, "--data", data]
+    assert run(*words, "--size", "64") == 0
+    measured = json.loads((tmp_path / "model" / "model.onnx.json").read_text())["metrics"]
+    assert measured["before"]["mIoU"] == pytest.approx(measured["after"]["mIoU"], abs=1e-4)
+    assert "mIoU" in capsys.readouterr().out
+    assert run(*words, "--size", "64,96") == 2 and "brought to a square" in capsys.readouterr().err
+
+
+def test_eight_bits_without_a_metric_are_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    check = Check((32, 32), 2, 0.1, 0.05, 1.0)
+    done = Exported(Path("a.onnx"), "onnx", "int8", (32, 32), False, 2**20, (check,), {"float32_nodes": 4})
+    print_exported(done, find_target("onnx"))
+    printed = capsys.readouterr().out
+    assert "was not measured: give --data" in printed and "4 operations" in printed and "5.0e-02" in printed
 
 
 def test_bench_edge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

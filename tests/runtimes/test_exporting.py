@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
+from timm.models.efficientformer_v2 import Attention2d
 from torch import nn
 
 import linvit
@@ -90,9 +92,9 @@ def test_a_weight_that_changed_is_found_and_its_layer_named(exported: tuple[nn.M
     onnx.save(changed, path)
     beside = json.loads(Path(f"{done.path}.json").read_text())
     Path(f"{path}.json").write_text(json.dumps(beside))
-    nodes = nodes_of(model)
+    look = verifying.layers_inside(path, nodes_of(model))
     with pytest.raises(LinvitError, match=r"departs from the model by .* first in blocks\.1"):
-        verifying.verify(model, path, photographs(2), picture_settings(model), (64, 64), "fp32", nodes)
+        verifying.verify(model, path, photographs(2), picture_settings(model), (64, 64), "fp32", look)
 
 
 def scope_of(node: onnx.NodeProto) -> str:
@@ -117,7 +119,7 @@ def test_wrong_preprocessing_is_found(exported: tuple[nn.Module, Exported]) -> N
     beside.write_text(json.dumps(wrong))
     try:
         with pytest.raises(LinvitError, match="preprocessing beside it is not the model's"):
-            verifying.verify(model, done.path, photographs(2), picture_settings(model), (64, 64), "fp32", {})
+            verifying.verify(model, done.path, photographs(2), picture_settings(model), (64, 64), "fp32", lambda _: {})
     finally:
         beside.write_text(right)
 
@@ -229,10 +231,38 @@ def test_openvino_and_executorch_and_a_second_size(tmp_path: Path) -> None:
     assert lowered.checks[0].relative < 1e-4 and 0.5 < lowered.facts["delegated"] <= 1
 
 
+def test_executorch_takes_talking_heads_or_names_the_layer_that_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XNNPACK's softmax behind a convolution goes along the wrong dimension, unless it is written otherwise."""
+    executorch = pytest.importorskip("linvit.runtimes.executorch")
+    pytest.importorskip("executorch", reason="pip install 'linvit[executorch]'")
+    torch.manual_seed(0)
+    attention = Attention2d(8, key_dim=4, num_heads=2, attn_ratio=2, resolution=4)
+    named = {
+        "stem": nn.Conv2d(3, 8, 16, 16),
+        "attention": attention,
+        "pool": nn.AdaptiveAvgPool2d(1),
+        "flat": nn.Flatten(),
+    }
+    model = nn.Sequential(OrderedDict(named)).eval()
+    model.pretrained_cfg = {"input_size": (3, 64, 64)}
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    done = linvit.export(model, "executorch", tmp_path / "model.pte", count=1)
+    assert done.checks[0].relative < 1e-4
+    monkeypatch.setattr(executorch, "REWRITTEN", {})
+    with pytest.raises(LinvitError, match=r"first in attention "):
+        linvit.export(model, "executorch", tmp_path / "wrong.pte", count=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pte", "model.pte.json"}
+
+
 def test_core_ml_is_checked_by_its_structure(tmp_path: Path) -> None:
     pytest.importorskip("coremltools", reason="pip install 'linvit[coreml]'")
     done = linvit.export(small(), "coreml", tmp_path / "model.mlpackage", precision="fp16")
     assert done.checks == () and done.facts["float32_sums"] >= 4 and done.facts["operations"] > 20
+    with pytest.raises(LinvitError, match="nothing can be measured"):
+        linvit.export(small(), "coreml", measure=lambda model: {})
 
 
 def test_half_sums_in_core_ml_are_refused() -> None:
@@ -265,10 +295,14 @@ def test_a_mechanism_of_one_size_cannot_be_dynamic() -> None:
         linvit.export(small("linformer"), "onnx", dynamic=True)
 
 
-def test_boxes_are_not_exported() -> None:
-    model = timm.create_model("faster_rcnn", backbone="resnet18", num_classes=2)
+def test_of_a_detector_the_trunk_is_exported(tmp_path: Path) -> None:
+    shallow = {"depth": 1, "embed_dim": 32, "num_heads": 2}
+    model = timm.create_model("faster_rcnn", backbone="vit_tiny_patch16_224", backbone_args=shallow, num_classes=2)
     with pytest.raises(LinvitError, match="depends on the picture"):
         linvit.export(model, "onnx")
+    done = linvit.export(model.backbone, "onnx", tmp_path / "model.onnx", size=(64, 96), count=1)
+    beside = json.loads(Path(f"{done.path}.json").read_text())
+    assert beside["preprocessing"]["mean"] == [0.5] * 3 and beside["classes"] == [] and done.checks[0].agreement is None
 
 
 def test_a_segmenter_is_exported_whole(tmp_path: Path) -> None:

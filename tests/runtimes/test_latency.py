@@ -51,9 +51,11 @@ def test_auto_that_is_not_faster_in_a_runtime_leaves_the_model_as_it_is(seconds:
     opened: Any = [
         ({"attention": name, "threads": 1}, Clock(t)) for name, t in zip(names, (0.01, seconds, 0.02), strict=True)
     ]
-    timed, same = latency.settle_auto(opened, np.zeros(1), 0.001)
-    assert [row["attention"] for row in same] == (["auto:candidates=stella"] if left else [])
-    assert len(timed) == 3 - left
+    latency.fill_times(opened, np.zeros(1), 0.001)
+    original, auto, stella = (row for row, _ in opened)
+    assert auto["attention"] == names[1] and ("same_as" in auto) == left and "same_as" not in stella
+    assert auto["ms"]["p50"] == pytest.approx(original["ms"]["p50"] if left else 1e3 * seconds)
+    assert auto["ratio"] == pytest.approx(1 if left else 0.01 / seconds) and stella["ratio"] == pytest.approx(0.5)
 
 
 def test_rows_of_a_group_that_was_left_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +74,13 @@ def test_rows_of_a_group_that_was_left_half_done(tmp_path: Path, monkeypatch: py
     assert [row["attention"] for row in again] == ["stella"] and again[0]["ratio"] == 1
     assert set(kept) <= set((tmp_path / "kept").iterdir())
     assert not list(latency.sweep("test_vit", converts, **given, done=frozenset(map(latency.key, rows))))
+
+
+def test_a_model_whose_saving_was_killed_is_saved_again(tmp_path: Path) -> None:
+    row, model = {"runtime": "eager", "attention": "original", "resolution": 160}, timm.create_model("test_vit")
+    folder = latency.write(model, row, (160, 160), tmp_path)
+    (folder / "config.json").unlink()
+    assert latency.write(model, row, (160, 160), tmp_path) == folder and (folder / "config.json").exists()
 
 
 def test_biases_are_not_left_out_because_they_are_zero() -> None:

@@ -7,7 +7,7 @@ import typer
 
 from linvit.cli import arguments
 from linvit.cli.metrics import shown_metrics
-from linvit.cli.output import Json, console, print_json, styled, table
+from linvit.cli.output import Json, console, print_json, progress, styled, table
 from linvit.cli.train import print_note
 from linvit.errors import LinvitError
 
@@ -21,7 +21,7 @@ def export(
     to: Annotated[str, typer.Option(help="onnx, openvino, coreml or executorch.")],
     output: Annotated[Path | None, arguments.output("FILE", "The file; else model.… in the folder.")] = None,
     size: Annotated[
-        str, typer.Option(metavar="H,W", help="Height and width in pixels; the model's own unless told.")
+        str, typer.Option(metavar="H,W", help="Height and width in pixels, as 384,512; the model's own unless told.")
     ] = "",
     dynamic: Annotated[bool, typer.Option("--dynamic", help="A file for any size and batch.")] = False,
     precision: Annotated[str, typer.Option(help="fp32, fp16 or int8.")] = "fp32",
@@ -44,16 +44,25 @@ def export(
     Example: linvit export deit_s_mixa --to openvino --precision int8 --calibrate photos/train --data photos
     """
     from linvit.conversion import open_model
+    from linvit.conversion.convert import own_size
     from linvit.models.dense import DenseModel
     from linvit.runtimes import export as write
     from linvit.runtimes.exporting import find_target
     from linvit.tasks import evaluate
+    from linvit.tasks.classify.checks import outputs_of
+    from linvit.tasks.dense.fitting import trained_settings
 
     kind = find_target(to)
+    kind.check(precision, dynamic)
     pixels = arguments.image_size(size.replace(",", "x")) if size else None
     built = open_model(model, pretrained=pretrained, args=arguments.pairs(model_arg, "--model-arg"))
+    dense = isinstance(built, DenseModel)
     if data and isinstance(built, DenseModel):
-        raise LinvitError("--data measures classifiers; a segmenter is verified pixel by pixel: leave --data out")
+        height, width = pixels or own_size(built)
+        if trained_settings(built).resize != "square" or height != width:
+            raise LinvitError("--data measures segmenters on images brought to a square, without padding: leave it out")
+    elif data:
+        outputs_of(built)  # what has no classifier cannot be measured
     saved = Path(model).is_dir()
     place = output or (Path(model) / f"model{kind.suffix}" if saved else Path(f"{Path(model).name}{kind.suffix}"))
     done = write(
@@ -64,11 +73,12 @@ def export(
         dynamic=dynamic,
         precision=precision,
         calibrate=calibrate,
-        images=data if data and Path(data).is_dir() else None,
+        images=data if data and Path(data).is_dir() and not dense else None,  # beside annotated ones lie masks
         measure=(lambda one: evaluate(one, data, root=root, device="cpu", watch=print_note).metrics())
         if data
         else None,
         count=photographs,
+        progress=progress,
     )
     if as_json:
         print_json(done.to_dict())
@@ -101,6 +111,8 @@ def print_exported(done: "Exported", kind: "Target") -> None:
         out.print(f"XNNPACK takes {facts['delegated']:.0%} of {facts['nodes']} nodes; the others: {left}.")
     if done.precision != "fp32" and "float32_nodes" in facts:
         out.print(f"{facts['float32_nodes']} operations that add up over tokens stay in float32.")
+    if done.precision == "int8" and not done.metrics:
+        out.print("What eight bits cost in accuracy was not measured: give --data.")
     if done.metrics:
         before, after = (shown_metrics(done.metrics[when]) for when in ("before", "after"))
         out.print(table(((name, before[name], after[name]) for name in before), **{"": 8, "PyTorch": -9, "file": -9}))

@@ -1,34 +1,46 @@
 """`linvit.export`: a model as a file for another runtime, verified before it has its name."""
 
-import os
-import shutil
-import tempfile
+import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from linvit.conversion.convert import own_size
-from linvit.conversion.rebuilding import hugging
-from linvit.conversion.saving import label_names, load, preprocessing
-from linvit.errors import LinvitError, unknown
-from linvit.files import TEMPORARY, write_json
+from linvit.conversion.rebuilding import hugging, inner
+from linvit.conversion.saving import load, note, preprocessing
+from linvit.errors import LinvitError, reason, unknown
+from linvit.files import clear_temporary, is_full, move_in, place, temporary_folder, write_json, writing
+from linvit.images import Progress, quiet
 from linvit.measurement.record import package
+from linvit.models.backbones import Backbone
 from linvit.models.dense import DenseModel
+from linvit.models.labels import known_class_names
 from linvit.runtimes.coreml import check_structure
 from linvit.runtimes.photographs import photographs
-from linvit.runtimes.preparing import exported_twin, layer_names, layer_nodes, standing_twin, trace
-from linvit.runtimes.process import Process, ProcessModel
+from linvit.runtimes.preparing import (
+    WithLayers,
+    exported_twin,
+    layer_names,
+    layer_nodes,
+    standing_twin,
+    trace,
+    watch_layers,
+)
+from linvit.runtimes.process import Process, ProcessModel, ProcessSegmenter
 from linvit.runtimes.target import Job, Target, hushed
-from linvit.runtimes.verifying import Check, prepared, verify
+from linvit.runtimes.verifying import Check, Look, answers, layers_inside, prepared, verify
 from linvit.version import __version__
 
 TARGETS = ("onnx", "openvino", "coreml", "executorch")
 PRECISIONS = ("fp32", "fp16", "int8")
 FORMAT = 1
+PACKAGE = ".mlpackage"  # the one kind of file that is a folder
 CALIBRATION = 128  # images that int8 is calibrated on, at most
 Measure = Callable[[nn.Module], dict[str, float]]
 
@@ -73,6 +85,7 @@ def export(
     images: str | Path | None = None,
     measure: Measure | None = None,
     count: int = 8,
+    progress: Progress = quiet,
 ) -> Exported:
     """Write a model as a file for `onnx`, `openvino`, `coreml` or `executorch`, and verify the file.
 
@@ -81,65 +94,120 @@ def export(
     unless told; a `dynamic` file takes any size and batch, another one image of that size. int8 wants images to
     `calibrate` on. `count` photographs, of the folder `images` where that is given, go through the file in another
     process and must come out as they do of the model; `measure` gives metrics of a model, and is asked of both.
+
+    Where the JSON file is, the file is whole: it goes first of an older export in the same place, and comes last.
     """
     target = find_target(to)
     if precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
     target.check(precision, dynamic)
-    if precision == "int8" and calibrate is None:
-        raise LinvitError("int8 is calibrated on images: give --calibrate DIR, a few hundred of those it will see")
-    folder = None if isinstance(model, nn.Module) else Path(model)
+    check_asked(target, precision, calibrate, measure, count)
+    saved = not isinstance(model, nn.Module) and Path(model).is_dir()
+    file = place(path) if path is not None else Path(str(model) if saved else "", f"model{target.suffix}")
+    check_place(file, target)
     built = model if isinstance(model, nn.Module) else load(model)
     refuse_boxes(built)
-    place = Path(path) if path is not None else (folder or Path()) / f"model{target.suffix}"
-    if place.suffix != target.suffix:
-        raise LinvitError(f"{target.title} files end in {target.suffix}, got '{place.name}'")
     pixels = (size, size) if isinstance(size, int) else size
-    twin = standing_twin(built, pixels, dynamic)
-    pixels = pixels or own_size(twin)
+    twin: Any = standing_twin(built, pixels, dynamic)
+    pixels = pixels or own_size(whole_trunk(twin))
     how = picture_settings(twin)
+    note(twin, input_size=(len(how["mean"]), *pixels))  # by which its metric is measured too
     pictures = photographs(count, None if images is None else Path(images))
     seen, second = other_sizes(twin, pixels) if dynamic else (pixels, None)
-    shown = prepared(twin, pictures[: 2 if dynamic else 1], how, seen)  # a batch of one would be taken for the only one
+    # A batch of one would be taken for the only one.
+    shown = prepared(twin, (pictures * 2)[:2] if dynamic else pictures[:1], how, seen)
+    check_images(twin, shown, dynamic)
     made = exported_twin(twin, shown, dynamic=dynamic, precision=precision)
     calibration = [] if calibrate is None else photographs(CALIBRATION, Path(calibrate))
     batches = [image[None].numpy() for image in prepared(twin, calibration, how, pixels)] if calibration else []
-    with hushed():
-        program = trace(made, shown, dynamic=dynamic)
-    nodes = layer_nodes(program, layer_names(made))
     sidecar = {
         "format": FORMAT, "linvit": __version__, "target": to, "precision": precision, "size": pixels,
-        "dynamic": dynamic, "preprocessing": how, "classes": label_names(twin),
+        "dynamic": dynamic, "preprocessing": how, "classes": known_class_names(twin),
         "versions": {name: package(name) for name in ("torch", "timm", *target.packages)},
     }  # fmt: skip
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=place.parent) as beside:
-        draft = Path(beside, place.name)
+    with ExitStack() as stack:
+        steps = 3 + (second is not None) + 2 * (measure is not None)
+        advance = stack.enter_context(progress(f"exporting to {target.title}", steps))
+        with hushed():
+            program = trace(made, shown, dynamic=dynamic)
+        nodes = layer_nodes(program, layer_names(made)) if target.shows_layers else {}
+        advance()
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            clear_temporary(file.parent)
+            beside = stack.enter_context(temporary_folder(file.parent))
+        draft = beside / file.name
         try:
             with hushed():
                 facts = target.write(Job(program, draft, precision, batches))
-        except LinvitError:
-            raise
         except Exception as error:  # the converters have no error of their own
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise LinvitError(f"{target.title} cannot convert this model: {type(error).__name__}: {reason}") from error
+            if isinstance(error, LinvitError) or is_full(error):
+                raise
+            why = f"{type(error).__name__}: {reason(error)}"
+            raise LinvitError(f"{target.title} cannot convert this model: {why}") from error
         write_json(Path(f"{draft}.json"), sidecar)
+        advance()
         checks, metrics = [], {}
         if target.runs_here:
-            for at in filter(None, (pixels, second)):
-                checks.append(verify(twin, draft, pictures, how, at, precision, nodes))
+            look = layers_inside(draft, nodes) if target.shows_layers else layers_beside(draft, target, made)
+            checks.append(verify(twin, draft, pictures, how, pixels, precision, look))
+            advance()
+            if second is not None:
+                checks.append(verify(twin, draft, pictures, how, second, precision, look, together=True))
+                advance()
             if measure is not None:
+                metrics["before"] = measure(twin)
+                advance()
                 with Process(draft) as process:
-                    file = ProcessModel(process, twin, how, pixels, one_by_one=not dynamic)
-                    metrics = {"before": measure(twin), "after": measure(file)}
+                    kind = ProcessSegmenter if isinstance(twin, DenseModel) else ProcessModel
+                    metrics["after"] = measure(kind(process, twin, how, pixels, one_by_one=not dynamic))
+                advance()
         else:
             with Process(draft) as process:
                 facts |= check_structure(process.opened["operations"])
-        found = Exported(place, to, precision, pixels, dynamic, size_of(draft), tuple(checks), facts, metrics)
+        found = Exported(file, to, precision, pixels, dynamic, size_of(draft), tuple(checks), facts, metrics)
         verified = {key: value for key, value in found.to_dict().items() if key in ("checks", "facts", "metrics")}
         write_json(Path(f"{draft}.json"), {**sidecar, **verified, "bytes": found.bytes})
-        move_in(Path(beside), place.parent)
+        with writing(file):
+            in_two = Path(f"{draft}.data").exists()
+            move_in(beside, file.parent, f"{file.name}.json")
+            if not in_two:
+                Path(f"{file}.data").unlink(missing_ok=True)  # of a larger model that was exported here
     return found
+
+
+def check_asked(
+    target: Target, precision: str, calibrate: str | Path | None, measure: Measure | None, count: int
+) -> None:
+    """Refuse what does not go together, before any work is done."""
+    if precision == "int8" and calibrate is None:
+        raise LinvitError("int8 is calibrated on images: give --calibrate DIR, a few hundred of those it will see")
+    if precision != "int8" and calibrate is not None:
+        raise LinvitError(f"only int8 is calibrated: give --precision int8, or leave --calibrate out for {precision}")
+    if measure is not None and not target.runs_here:
+        raise LinvitError(f"{target.title} runs on Apple's systems only, so nothing can be measured: leave --data out")
+    if count < 1:
+        raise LinvitError("a file is verified on photographs: give one at least")
+
+
+def check_place(file: Path, target: Target) -> None:
+    if file.suffix != target.suffix:
+        raise LinvitError(f"{target.title} files end in {target.suffix}, got '{file.name}'")
+    if file.is_dir() and target.suffix != PACKAGE:
+        raise LinvitError(f"{file} is a folder: give a file")
+
+
+def layers_beside(draft: Path, target: Target, made: nn.Module) -> Look:
+    """What layers give in a second file, made like a first that does not show its insides, with them as outputs."""
+
+    def look(image: Tensor) -> dict[str, np.ndarray]:
+        path, layers = draft.with_stem("layers"), list(watch_layers(made, layer_names(made), image))
+        with hushed():
+            target.write(Job(trace(WithLayers(made, layers), image, dynamic=False), path, "fp32"))
+        with Process(path) as process:
+            return dict(zip(layers, process.run(image.numpy())[-len(layers) :], strict=True))
+
+    return look
 
 
 def refuse_boxes(model: nn.Module) -> None:
@@ -150,13 +218,27 @@ def refuse_boxes(model: nn.Module) -> None:
         )
 
 
+def check_images(model: nn.Module, images: Tensor, dynamic: bool) -> None:
+    """Whether the model takes images of this size at all."""
+    try:
+        answers(model, images[:1])
+    except LinvitError:
+        raise
+    except Exception as error:  # whatever a layer of it says
+        wrong = f"{type(model).__name__} takes no images of {images.shape[2]}×{images.shape[3]} pixels"
+        hint = "leave --dynamic out" if dynamic else "build it for that size, or give another --size"
+        raise LinvitError(f"{wrong} ({reason(error)}): {hint}") from error
+
+
 def picture_settings(model: nn.Module) -> dict[str, Any]:
     """What is done to a picture before the model sees it, in timm's words."""
     if hugging(model):
         raise LinvitError("Hugging Face's models are exported by optimum; linvit exports timm's")
-    known = preprocessing(model)
+    known = preprocessing(whole_trunk(model))
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     channels = first.in_channels if first is not None else 3
+    if channels not in (1, 3):
+        raise LinvitError(f"the model takes {channels} channels: the photographs it is verified on have 1 or 3")
     for name in ("mean", "std"):
         if len(known[name]) != channels:
             known[name] = (sum(known[name]) / len(known[name]),) * channels
@@ -166,15 +248,23 @@ def picture_settings(model: nn.Module) -> dict[str, Any]:
     return {**picked, "interpolation": filter_, "crop_mode": crop_mode}
 
 
+def whole_trunk(model: nn.Module) -> nn.Module:
+    """The timm model in a detector's backbone or in timm's feature wrapper, which knows what pictures it wants; else
+    the model."""
+    return model.trunk if isinstance(model, Backbone) else inner(model)
+
+
 def other_sizes(model: Any, size: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """A size to trace at, and a second one to verify: neither square nor the model's own."""
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     step = patch[0] if isinstance(patch, tuple) and patch[0] > 4 else 32
+    small = [max(2, math.floor(side * 0.75 / step)) * step for side in size]
+    large = [max(few + step, math.ceil(side * 1.25 / step) * step) for side, few in zip(size, small, strict=True)]
 
-    def near(side: int, share: float) -> int:
-        return max(step * 2, round(side * share / step) * step)
+    def oblong(height: int, width: int) -> tuple[int, int]:
+        return height + step * (height == width), width
 
-    return (near(size[0], 0.75), near(size[1], 1.25)), (near(size[0], 1.25), near(size[1], 0.75))
+    return oblong(small[0], large[1]), oblong(large[0], small[1])
 
 
 def size_of(path: Path) -> int:
@@ -183,12 +273,3 @@ def size_of(path: Path) -> int:
         return sum(part.stat().st_size for part in path.rglob("*") if part.is_file())
     parts = [path, *(path.with_suffix(".bin"),) * (path.suffix == ".xml"), Path(f"{path}.data")]
     return sum(part.stat().st_size for part in parts if part.exists())
-
-
-def move_in(source: Path, folder: Path) -> None:
-    """Everything in a folder to its place; the JSON file, by which it is known to be whole, last."""
-    for part in sorted(source.iterdir(), key=lambda part: part.suffix == ".json"):
-        there = folder / part.name
-        if there.is_dir():
-            shutil.rmtree(there)
-        os.replace(part, there)

@@ -5,8 +5,8 @@ in a process of its own: what it peaks at is its own memory. The processes are a
 to the machine meantime happens to all; a ratio is the median of the ratios within a turn. Beside the time stands the
 CPU's own, which on a machine that does other work too says more: with one thread it is the time on a free core.
 
-The plan `auto` is chosen by times in PyTorch. Here it is held against the original in each runtime first, and where
-that is not slower the model is left as it is: a row with `same_as`.
+The plan `auto` is chosen by times in PyTorch. Here it is held against the original in each runtime, and where it is not
+faster by 3 % the model is left as it is: a row with `same_as`.
 """
 
 import copy
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from linvit.conversion import find_hosts, save
-from linvit.errors import LinvitError
+from linvit.conversion.hub.fetching import CONFIG
+from linvit.figures.edge import ratio
 from linvit.measurement.model_speed import Convert, random_model
 from linvit.measurement.record import source_digest
 from linvit.measurement.speed import failure
@@ -122,7 +123,7 @@ def write(model: nn.Module, row: dict[str, Any], size: tuple[int, int], folder: 
     runtime, described = row["runtime"], f"{model} {row['attention']} {row['resolution']} {source_digest()}"
     stem = folder / f"{type(model).__name__}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
     if runtime in PYTORCH:
-        if not stem.exists():
+        if not (stem / CONFIG).exists():
             save(model, stem)
         return stem
     path = stem.with_suffix(find_target(runtime).suffix)
@@ -154,33 +155,23 @@ def time_together(
                     opened.append((row, process))
             except Exception as error:
                 row |= failure(error)
-        opened, left = settle_auto(opened, array, budget)
-        turns = by_turns([process for _, process in opened], array, budget) if opened else []
-        for place, (row, process) in enumerate(opened):
-            row["peak_bytes"] = process.timed(array, 1)["peak_bytes"]
-            row["ms"], row["cpu_ms"] = (spread([turn[place][i] * 1e3 for turn in turns]) for i in (0, 1))
-            if opened[0][0]["attention"] == ORIGINAL:
-                row["ratio"], row["cpu_ratio"] = (median(turn[0][i] / turn[place][i] for turn in turns) for i in (0, 1))
-        for row in left:
-            row |= {k: v for k, v in opened[0][0].items() if k not in KEY} | {"same_as": ORIGINAL}
+        fill_times(opened, array, budget)
     for row in rows:
         if row["status"] == "ok" and row["runtime"] == "eager":
             row["layers"] = layer_times(models[row["attention"]], images, row["threads"])
 
 
-def settle_auto(
-    opened: list[tuple[dict[str, Any], Process]], images: Any, budget: float
-) -> tuple[list[tuple[dict[str, Any], Process]], list[dict[str, Any]]]:
-    """What is to be timed, and the rows of `auto` that are not: the runtime has the original at least as fast."""
-    left: list[dict[str, Any]] = []
-    original = opened[0] if opened and opened[0][0]["attention"] == ORIGINAL else None
-    for row, process in opened:
-        if original is not None and row["attention"].partition(":")[0] == AUTO:
-            turns = by_turns([original[1], process], images, budget / 3)
-            which = 1 if row["threads"] == 1 else 0  # with one thread the CPU's own time says more
-            if median(ours[which] / theirs[which] for theirs, ours in turns) > MARGIN:
-                left.append(row)
-    return [pair for pair in opened if pair[0] not in left], left
+def fill_times(opened: list[tuple[dict[str, Any], Process]], images: Any, budget: float) -> None:
+    """Times and ratios of rows whose models are opened; the original, if it is there, is the first."""
+    turns = by_turns([process for _, process in opened], images, budget) if opened else []
+    for place, (row, process) in enumerate(opened):
+        row["peak_bytes"] = process.timed(images, 1)["peak_bytes"]
+        row["ms"], row["cpu_ms"] = (spread([turn[place][i] * 1e3 for turn in turns]) for i in (0, 1))
+        original = opened[0][0]
+        if original["attention"] == ORIGINAL:
+            row["ratio"], row["cpu_ratio"] = (median(turn[0][i] / turn[place][i] for turn in turns) for i in (0, 1))
+            if row["attention"].partition(":")[0] == AUTO and ratio(row) * MARGIN <= 1:
+                row |= {k: v for k, v in original.items() if k not in KEY} | {"same_as": ORIGINAL}
 
 
 def by_turns(processes: list[Process], images: Any, budget: float) -> list[list[tuple[float, float]]]:
@@ -258,14 +249,3 @@ def share(row: dict[str, Any], which: str = "mechanism_ms") -> float | None:
     if "layers" not in row:
         return None
     return sum(layer[which] for layer in row["layers"]["attention"]) / row["layers"]["model_ms"]
-
-
-def slower(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of converted models that are slower than the original."""
-    return [row for row in result["rows"] if row.get("ratio", 1.0) < 1.0]
-
-
-def check_runtimes(names: tuple[str, ...]) -> None:
-    for name in names:
-        if name not in RUNTIMES:
-            raise LinvitError(f"unknown runtime '{name}'; known: {', '.join(RUNTIMES)}")

@@ -4,6 +4,7 @@ Half precision and int8 leave the products of two activations in float32: those 
 overflow in half precision and lose the most in eight bits.
 """
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ LARGEST = 2**31 - 2**24  # bytes that one protobuf file can hold
 
 def write(job: Job) -> dict[str, Any]:
     program: Any = torch.onnx.export(job.program, (), dynamo=True, optimize=True, verbose=False, external_data=False)
-    size = sum(value.numel() * value.element_size() for value in job.program.state_dict.values())
-    program.save(str(job.path), external_data=size > LARGEST)
+    known = (job.program.state_dict, job.program.constants)
+    weights = (value for values in known for value in values.values() if isinstance(value, torch.Tensor))
+    program.save(str(job.path), external_data=sum(value.nbytes for value in weights) > LARGEST)
     facts: dict[str, Any] = {"opset": program.model.opset_imports[""]}
     if job.precision == "fp16":
         return facts | {"float32_nodes": to_half(job.path)}
@@ -46,8 +48,17 @@ def to_half(path: Path) -> int:
 
     model = onnx.load(path)
     kept = token_sums(model)
-    onnx.save(convert_float_to_float16(model, keep_io_types=True, node_block_list=kept), path)
+    made = convert_float_to_float16(model, keep_io_types=True, node_block_list=kept)
+    beside = beside_of(path)
+    beside.unlink(missing_ok=True)  # else it would be added to
+    large = sum(len(value.raw_data) for value in made.graph.initializer) > LARGEST
+    onnx.save(made, path, save_as_external_data=large, location=beside.name)
     return len(kept)
+
+
+def beside_of(path: Path) -> Path:
+    """Where the weights of a model are that one file cannot hold."""
+    return path.with_name(f"{path.name}.data")
 
 
 def to_int8(path: Path, batches: list[np.ndarray]) -> int:
@@ -62,15 +73,22 @@ def to_int8(path: Path, batches: list[np.ndarray]) -> int:
         def get_next(self) -> Any:
             return next(self.rows, None)
 
-    quant_pre_process(str(path), str(path), skip_symbolic_shape=True)
-    model = onnx.load(path)
-    kept = token_sums(model)
-    quantize_static(
-        str(path), str(path), Reader(model.graph.input[0].name),
-        op_types_to_quantize=list(WEIGHED), nodes_to_exclude=kept, per_channel=True,
-        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
-        extra_options={"MatMulConstBOnly": True},
-    )  # fmt: skip
+    large = beside_of(path).exists()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        ready = Path(folder, path.name)
+        quant_pre_process(
+            str(path), str(ready), skip_symbolic_shape=True,
+            save_as_external_data=large, all_tensors_to_one_file=True, external_data_location=beside_of(ready).name,
+        )  # fmt: skip
+        model = onnx.load(ready, load_external_data=False)
+        kept = token_sums(model)
+        beside_of(path).unlink(missing_ok=True)
+        quantize_static(
+            str(ready), str(path), Reader(model.graph.input[0].name),
+            op_types_to_quantize=list(WEIGHED), nodes_to_exclude=kept, per_channel=True,
+            activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+            use_external_data_format=large, extra_options={"MatMulConstBOnly": True},
+        )  # fmt: skip
     return len(kept)
 
 

@@ -187,7 +187,9 @@ def serve(path: str, threads: int, layers: list[str], how: str, asked: Any, answ
         arrays = read_arrays(asked, question["bytes"])
         if question["ask"] == "photographs":
             size = tuple(question["size"] or sidecar["size"])
-            rows = [run(prepare(picture, sidecar["preprocessing"], size)[None]) for picture in arrays]
+            images = np.stack([prepare(picture, sidecar["preprocessing"], size) for picture in arrays])
+            batches = [images] if question["together"] else np.split(images, len(images))
+            rows = [run(batch) for batch in batches]
             write(answered, {}, [np.concatenate(parts) for parts in zip(*rows, strict=True)])
         elif question["ask"] == "run":
             write(answered, {}, run(arrays[0]))

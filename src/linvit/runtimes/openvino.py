@@ -4,7 +4,9 @@ Precision in computing follows the device: here it is told to be accurate, and w
 NNCF's, with the products of two activations left in float.
 """
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from linvit.runtimes import onnx
@@ -16,10 +18,10 @@ def write(job: Job) -> dict[str, Any]:
 
     facts: dict[str, Any] = {}
     if job.program.range_constraints:
-        between = job.path.with_suffix(".onnx")
-        onnx.write(replace(job, path=between, precision="fp32"))
-        model = openvino.convert_model(between)
-        between.unlink()
+        with tempfile.TemporaryDirectory(dir=job.path.parent) as folder:  # the weights of a large one lie beside it
+            between = Path(folder, "between.onnx")
+            onnx.write(replace(job, path=between, precision="fp32"))
+            model = openvino.convert_model(between)
     else:
         model = openvino.convert_model(job.program)
     if job.precision == "int8":

@@ -5,13 +5,14 @@ cheaper at the size; for any size the linear order, since which is cheaper is a 
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from timm.layers.format import Format
-from timm.models import vision_transformer
+from timm.models import deit, eva, vision_transformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -20,15 +21,16 @@ from linvit.attention import Mechanism
 from linvit.conversion import resample
 from linvit.conversion.convert import own_size
 from linvit.conversion.host import Host
-from linvit.errors import LinvitError
+from linvit.conversion.rebuilding import inner
+from linvit.errors import LinvitError, reason
 from linvit.runtimes.folding import fold
 
 
 def standing_twin(model: nn.Module, size: tuple[int, int] | None, dynamic: bool) -> nn.Module:
     """A copy on the CPU, in float32 and evaluation mode, at another size or for any size: what an export must equal."""
     twin = copy.deepcopy(getattr(model, "_orig_mod", model)).cpu().float().eval()
-    if size is not None and size != own_size(twin):
-        resample(twin, size=size)
+    if size is not None and size != own_size(inner(twin)):
+        resample(inner(twin), size=size)
     if dynamic:
         take_any_size(twin)
     return twin
@@ -82,15 +84,17 @@ def trace(model: nn.Module, images: Tensor, *, dynamic: bool) -> ExportedProgram
     """The program, or one line that says what of the model cannot be one."""
     dims = {0: Dim.DYNAMIC, 2: Dim.DYNAMIC, 3: Dim.DYNAMIC} if dynamic else None
     try:
-        with torch.no_grad(), patch.object(vision_transformer, "resample_abs_pos_embed", resampled_positions):
+        with torch.no_grad(), ExitStack() as stack:
+            for module in (vision_transformer, deit, eva):
+                stack.enter_context(patch.object(module, "resample_abs_pos_embed", resampled_positions))
             program = torch.export.export(model, (images,), dynamic_shapes=(dims,) if dims else None)
     except LinvitError:
         raise
     except Exception as error:  # dynamo's many; each says first what is wrong
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if dynamic:
-            raise LinvitError(f"{type(model).__name__} fixes its size ({reason}): leave --dynamic out") from error
-        raise LinvitError(f"torch.export cannot trace {type(model).__name__}: {reason}") from error
+            why = f"{type(model).__name__} fixes its size ({reason(error)})"
+            raise LinvitError(f"{why}: leave --dynamic out") from error
+        raise LinvitError(f"torch.export cannot trace {type(model).__name__}: {reason(error)}") from error
     ours = [node for node in program.graph.nodes if str(node.target).startswith("linvit.")]
     if ours:
         raise LinvitError(f"an operator of ours would be in the program, {ours[0].target}: report this, please")
@@ -106,7 +110,7 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Attention")
+    return "Attention" in type(module).__name__
 
 
 def layer_nodes(program: ExportedProgram, layers: list[str]) -> dict[str, str]:
@@ -125,8 +129,9 @@ def computed(node: Any) -> Any:
     return computed(node.args[0]) if "dropout" in str(node.target) else node
 
 
-def watch_layers(model: nn.Module, layers: list[str], images: Tensor) -> dict[str, Tensor]:
-    """The outputs of the layers for images, in the order in which they come."""
+@contextmanager
+def watching(model: nn.Module, layers: Collection[str]) -> Iterator[dict[str, Tensor]]:
+    """The outputs of the layers while the model runs, in the order in which they come."""
     found: dict[str, Tensor] = {}
     modules = dict(model.named_modules())
 
@@ -139,9 +144,27 @@ def watch_layers(model: nn.Module, layers: list[str], images: Tensor) -> dict[st
 
     hooks = [modules[name].register_forward_hook(keep(name)) for name in layers]
     try:
-        with torch.inference_mode():
-            model(images)
+        yield found
     finally:
         for handle in hooks:
             handle.remove()
+
+
+def watch_layers(model: nn.Module, layers: Collection[str], images: Tensor) -> dict[str, Tensor]:
+    """The outputs of the layers for images."""
+    with watching(model, layers) as found, torch.inference_mode():
+        model(images)
     return found
+
+
+class WithLayers(nn.Module):
+    """A model that gives what its layers give behind its own outputs, for files that do not show their insides."""
+
+    def __init__(self, model: nn.Module, layers: Collection[str]) -> None:
+        super().__init__()
+        self.model, self.layers = model, layers
+
+    def forward(self, images: Tensor) -> tuple[Any, ...]:
+        with watching(self.model, self.layers) as found:
+            out = self.model(images)
+        return out, *found.values()

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from linvit.errors import LinvitError
+from linvit.models.dense import DenseModel, Target
 
 SCRIPT = Path(__file__).with_name("opened.py")
+
+# With every `free` glibc gives large blocks back to the system, and PyTorch takes them anew in every call, page by
+# page: a small model then spends a third of its time there, and how long depends on the process.
+KEEP_MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
 
 
 class Process:
@@ -29,7 +34,9 @@ class Process:
         told = json.dumps({"path": str(path), "threads": threads, "layers": list(layers), "how": how})
         source = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", ""))))
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+        environment = {
+            "GLIBC_TUNABLES": KEEP_MEMORY, **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)
+        }  # fmt: skip
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
         # -P: the script's own folder must not hide the packages its files are named after.
         self.child = subprocess.Popen(
@@ -42,9 +49,12 @@ class Process:
             self.close()
             raise
 
-    def photographs(self, pictures: Sequence[np.ndarray], size: tuple[int, int] | None = None) -> list[np.ndarray]:
-        """The outputs for photographs, which the other process prepares as the JSON beside the file says."""
-        return self.ask("photographs", pictures, size=size)[1]
+    def photographs(
+        self, pictures: Sequence[np.ndarray], size: tuple[int, int] | None = None, *, together: bool = False
+    ) -> list[np.ndarray]:
+        """The outputs for photographs, which the other process prepares as the JSON beside the file says: one by one,
+        or `together` in a batch."""
+        return self.ask("photographs", pictures, size=size, together=together)[1]
 
     def run(self, images: np.ndarray) -> list[np.ndarray]:
         return self.ask("run", [images])[1]
@@ -105,10 +115,16 @@ class ProcessModel(nn.Module):
     ) -> None:
         super().__init__()
         self.process, self.one_by_one = process, one_by_one
-        self.num_classes = getattr(original, "num_classes", None)
+        self.num_classes: Any = getattr(original, "num_classes", None)
         noted = getattr(original, "pretrained_cfg", None) or {}
         self.pretrained_cfg = self.default_cfg = {**noted, **how, "input_size": (len(how["mean"]), *size)}
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Tensor:
         parts = images.split(1 if self.one_by_one else len(images))
         return torch.cat([torch.from_numpy(self.process.run(part.contiguous().numpy())[0]) for part in parts])
+
+
+class ProcessSegmenter(ProcessModel, DenseModel):
+    """An exported segmenter, for images that are brought to its size without padding."""
+
+    task = "segment"

@@ -37,6 +37,7 @@ class Target:
     write: Callable[[Job], dict[str, Any]]
     refused: Mapping[str, str] = field(default_factory=dict)  # precisions, and "dynamic", with the reason
     runs_here: bool = True
+    shows_layers: bool = True  # whether what layers give can be read from inside its files
 
     def check(self, precision: str, dynamic: bool) -> None:
         """Raise where this cannot be had, before any work is done."""

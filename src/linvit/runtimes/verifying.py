@@ -2,7 +2,8 @@
 that the other process prepares by the JSON beside the file; the model's own are prepared by timm. So a weight that
 changed on the way is found, and so is preprocessing that was written down wrongly."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ from linvit.errors import LinvitError
 from linvit.runtimes.preparing import watch_layers
 from linvit.runtimes.process import Process
 
-# Largest relative error (RMS) that passes. Eight bits are judged by the accuracy that is shown, not by this.
-TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "int8": float("inf")}
+# Largest relative error (RMS) that passes. Eight bits are judged by the accuracy that is shown, not by this, as long as
+# no answer is NaN or infinite.
+TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "int8": sys.float_info.max}
+
+# What layers give for an image, in the order of the program, as a runtime computes it.
+Look = Callable[[Tensor], dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -56,35 +61,37 @@ def flat(out: Any) -> list[Tensor]:
 
 def verify(
     model: nn.Module, path: Path, pictures: Sequence[np.ndarray], how: dict[str, Any], size: tuple[int, int],
-    precision: str, nodes: dict[str, str],
+    precision: str, look: Look, *, together: bool = False,
 ) -> Check:  # fmt: skip
-    """Hold the saved file against the model. A mismatch is an error that names the first layer that departs."""
+    """Hold the saved file against the model, on the photographs one by one or `together` in a batch. A mismatch is an
+    error that names the first layer that departs."""
     images = prepared(model, pictures, how, size)
-    wanted = answers(model, images)
+    wanted, classifies = answers(model, images), getattr(model, "num_classes", None) != 0
     with Process(path) as process:
-        found = [torch.from_numpy(part) for part in process.photographs(pictures, size)]
-    check = compare(wanted, found, size)
+        found = [torch.from_numpy(part) for part in process.photographs(pictures, size, together=together)]
+    check = compare(wanted, found, size, classifies)
     if not check.relative <= TOLERANCES[precision]:
+        batches = [images] if together else list(images.split(1))
         with Process(path) as process:
-            rows = [process.run(image[None].numpy()) for image in images]
+            rows = [process.run(batch.numpy()) for batch in batches]
         same = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*rows, strict=True)]
         off = compare(wanted, same, size).relative
         error = f"{path.name} departs from the model by {check.relative:.1e} (relative RMS) at {size[0]}×{size[1]}"
         if off <= TOLERANCES[precision]:
             raise LinvitError(f"{error}: the preprocessing beside it is not the model's; export it again")
-        where = first_departure(model, path, images[:1], nodes, TOLERANCES[precision])
+        where = first_departure(model, batches[0], look, TOLERANCES[precision])
         raise LinvitError(f"{error}, {where}; it was not kept")
     return check
 
 
-def compare(wanted: Sequence[Tensor], found: Sequence[Tensor], size: tuple[int, int]) -> Check:
+def compare(wanted: Sequence[Tensor], found: Sequence[Tensor], size: tuple[int, int], classifies: bool = True) -> Check:
     if [part.shape for part in wanted] != [part.shape for part in found]:
         here, there = ([tuple(part.shape) for part in parts] for parts in (wanted, found))
         raise LinvitError(f"the exported file gives {there} where the model gives {here}")
     relative = max(relative_rms(one, other) for one, other in zip(found, wanted, strict=True))
     largest = max(float((one.double() - other.double()).abs().max()) for one, other in zip(found, wanted, strict=True))
     agreement = None
-    if wanted[0].ndim == 2:
+    if classifies and wanted[0].ndim == 2:
         agreement = float((wanted[0].argmax(1) == found[0].argmax(1)).float().mean())
     return Check(size, len(wanted[0]), largest, relative, agreement)
 
@@ -97,14 +104,22 @@ def relative_rms(out: Tensor, reference: Tensor) -> float:
     return float((out - reference).norm() / reference.norm().clamp_min(1e-30))
 
 
-def first_departure(model: nn.Module, path: Path, image: Tensor, nodes: dict[str, str], tolerance: float) -> str:
-    """The first layer inside the file that is off, in words; runtimes show their insides where they can."""
-    if path.suffix not in (".onnx", ".xml"):
-        return f"and {path.suffix} files do not show which layer is the first: export to onnx to see it"
-    wanted = watch_layers(model, list(nodes), image)
-    with Process(path, layers=list(nodes.values())) as process:
-        found = process.run(image.numpy())[-len(nodes) :]
-    for (name, values), seen in zip(((n, wanted.get(n)) for n in nodes), found, strict=True):
+def layers_inside(path: Path, nodes: dict[str, str]) -> Look:
+    """What layers give inside a file, by the names of its nodes."""
+
+    def look(image: Tensor) -> dict[str, np.ndarray]:
+        with Process(path, layers=list(nodes.values())) as process:
+            return dict(zip(nodes, process.run(image.numpy())[-len(nodes) :], strict=True))
+
+    return look
+
+
+def first_departure(model: nn.Module, image: Tensor, look: Look, tolerance: float) -> str:
+    """The first layer that is off, in words."""
+    found = look(image)
+    wanted = watch_layers(model, list(found), image)
+    for name, seen in found.items():
+        values = wanted.get(name)
         if values is not None and seen.size and seen.shape == tuple(values.shape):
             off = relative_rms(torch.from_numpy(seen), values)
             if off > tolerance:
