@@ -64,7 +64,7 @@ def test_op_with_a_red_check(linvit: Callable[..., Outcome], tmp_path: Path, mon
         (["--mechanism", "stela"], "did you mean stella"),
         (["--tokens", "many"], "whole numbers"),
         (["--tokens", "0"], "at least 1"),
-        (["--dtype", "fp31"], "unknown dtype"),
+        (["--precision", "fp31"], "unknown precision"),
         (["--preset", "huge"], "known: deit, grid, cpu, kernels"),
         (["--compared", "ours,theirs"], "unknown choice 'theirs'"),
         (["--device", "tpu"], "unknown device"),

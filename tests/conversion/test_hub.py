@@ -95,6 +95,32 @@ def test_a_model_of_transformers_opens_by_its_name(cache: Path, tmp_path: Path, 
     assert torch.equal(other.vit.embeddings.cls_token, original.vit.embeddings.cls_token)
 
 
+def test_another_image_size_has_its_positions_resampled(tmp_path: Path) -> None:
+    """And nothing else that no longer fits begins anew unnoticed."""
+    original: Any = CASE.build()
+    original.save_pretrained(tmp_path)
+    larger: Any = open_model(str(tmp_path), args={"image_size": 64, "num_labels": 5})
+    images = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = larger.vit(images).last_hidden_state
+        wanted = original.vit(images, interpolate_pos_encoding=True).last_hidden_state
+    assert larger.config.num_labels == 5 and float((found - wanted).abs().max()) < 0.1 * float(wanted.std())
+    with pytest.raises(
+        LinvitError, match=r"weights do not fit what --model-arg asks for: .* \(24, 24\) and \(48, 48\)"
+    ):
+        open_model(str(tmp_path), args={"hidden_size": 48})
+
+
+def test_weights_that_a_folder_lacks_are_told_and_the_same_each_time(tmp_path: Path) -> None:
+    """A ViT without the pooler, as DINO's, gets one: teacher and student must have the same."""
+    case = Case("ViTModel", "ViTConfig")
+    vit: Any = transformers.ViTModel(case.build().config, add_pooling_layer=False)
+    vit.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"no weights for all of ViTModel: pooler.dense.bias, .* begin anew"):
+        one, other = (open_model(str(tmp_path)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("where", ["hub", "folder"])
 def test_a_model_of_transformers_is_trained_by_its_name(cache: Path, tmp_path: Path, where: str) -> None:
     """On the classes that it knows; for others it gets a classifier, which must learn before it can teach."""
@@ -248,6 +274,26 @@ def test_the_card_tells_the_run(tmp_path: Path) -> None:
     linvit.save(converted(), tmp_path / "bare")
     bare = linvit.model_card(tmp_path / "bare", "user/x")
     assert "## Training" not in bare and "## Speed" not in bare and "stella" in bare
+
+
+def test_the_card_of_a_backbone_tells_its_features(tmp_path: Path) -> None:
+    """The best model is that of the highest cosine, whatever its kNN."""
+    folder = run_folder(tmp_path / "run")
+    record = json.loads((folder.parent / "run.json").read_text())
+    stages = [{"name": "align", "objective": "alignment"}, {"name": "final", "objective": "final"}]
+    record["config"] |= {"distillation": "none", "stages": stages}
+    (folder.parent / "run.json").write_text(json.dumps({**record, "teacher": ""}))
+    values = [(0, 0.5, 40.0), (10, 0.98, 70.0), (20, 0.97, 71.0)]
+    evals = [
+        {"kind": "eval", "step": step, "cosine": cosine, "patch_cosine": cosine, "knn": knn, "teacher_knn": 72.5}
+        for step, cosine, knn in values
+    ]
+    (folder.parent / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in evals))
+    card = linvit.model_card(folder, "user/deit")
+    assert "| kNN accuracy, % | 72.50 | 40.00 | 70.00 |" in card and "after 10 steps" in card
+    assert "| patch cosine with the original | – | 0.5000 | 0.9800 |" in card and "- teacher: the original" in card
+    (result,) = huggingface_hub.ModelCard(card).data.eval_results
+    assert (result.metric_type, result.metric_name, result.metric_value) == ("accuracy", "kNN accuracy, %", 70.0)
 
 
 def test_a_pushed_model_comes_back(tmp_path: Path, api: type[Api]) -> None:

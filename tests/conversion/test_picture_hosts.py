@@ -130,6 +130,26 @@ def test_queries_that_do_not_fit_the_output_are_refused_before_anything_is_touch
     assert not any(hasattr(host, "mechanism") for _, host in find_hosts(model))
 
 
+@pytest.mark.parametrize(
+    ("name", "mechanism", "why"),
+    [
+        ("levit_128s", "hydra", "wide values"),
+        ("levit_128s", "mala", "subsampled queries"),
+        ("efficientformerv2_s0", "hydra", "wide values"),
+        ("efficientvit_b1", "fastformer", "an output projection that nothing is added behind"),
+        ("lowformer_b0", "fastformer", "an output projection that nothing is added behind"),
+        ("cpubone_nano", "fastformer", "an output projection that nothing is added behind"),
+    ],
+)
+def test_what_a_layer_has_no_place_for_is_refused_before_anything_is_touched(
+    name: str, mechanism: str, why: str
+) -> None:
+    model = by_name[name].build()
+    with pytest.raises(LinvitError, match=f"{mechanism} cannot serve .*: it has {why}"):
+        convert(model, permitting(mechanism))
+    assert not any(hasattr(host, "mechanism") for _, host in find_hosts(model))
+
+
 def test_a_one_query_layer_is_left_to_mechanisms_that_can_serve_it() -> None:
     model = by_name["crossvit_9_240"].build()
     report = convert(model, "fastformer")
@@ -174,3 +194,12 @@ def test_every_refusal_has_a_reason_and_no_host() -> None:
     assert all(reason and "\n" not in reason for reason in REFUSED.values())
     shared = {name.rsplit(".", 1)[1] for name in hosted} & set(REFUSED)
     assert shared == {"ConvAttention"}  # NextViT's convolution has the name of LowFormer's attention
+
+
+@pytest.mark.parametrize("name", ["levit_128s", "levit_conv_128s", "efficientformerv2_s0"])
+def test_a_gate_reads_the_input_beside_wide_values(name: str) -> None:
+    model = by_name[name].build().eval()
+    subsampled = [place for place, (layer, _) in enumerate(find_hosts(model)) if "downsample" in layer]
+    convert(model, permitting("mala", keep=subsampled))
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, by_name[name].size, by_name[name].size)).isfinite().all()

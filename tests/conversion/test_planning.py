@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,12 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
         mechanism = getattr(module, "mechanism", None)
         return times["softmax" if mechanism is None else mechanism.name]
 
-    def layers(model: nn.Module, converted: nn.Module, setting: Setting) -> dict[str, LayerTime]:
+    def layers(
+        model: nn.Module, converted: nn.Module, setting: Setting, stayed: Collection[str]
+    ) -> dict[str, LayerTime]:
         before, found = dict(find_hosts(model)), {}
         for name, module in find_hosts(converted):
-            same = type(module) is type(before[name])
-            found[name] = LayerTime(cost(before[name]), None if same else cost(module))
+            found[name] = LayerTime(cost(before[name]), None if name in stayed else cost(module))
         return found
 
     def models(model: nn.Module, converted: nn.Module, setting: Setting) -> tuple[float, float]:
@@ -99,6 +100,11 @@ def test_costs_of_a_model_that_looks_at_its_data() -> None:
     assert costs and all(cost.size is not None and cost.macs > 0 for cost in costs)
 
 
+def test_costs_of_a_model_of_one_channel_that_does_not_say_so() -> None:
+    model = timm.create_model("fastvit_sa12", in_chans=1)
+    assert all(cost.macs > 0 for cost in layer_costs(model, (64, 64))) and find_hosts(model)
+
+
 def test_a_size_that_the_model_cannot_take_is_one_line() -> None:
     with pytest.raises(LinvitError, match="cannot take images of 30×30") as caught:
         layer_costs(vit(), (30, 30))
@@ -113,9 +119,12 @@ def test_the_fastest_candidate_of_each_layer(clocks: dict[str, float]) -> None:
     best = found.choose()
     assert best.plan.choices(["a", "b", "c", "d"]) == [parse_plan("relu_linear").default] * 4
     assert found.choose(speedup=1.2).converted == 2 and found.choose(budget_ms=20).converted == 2
-    assert found.choose(keep=3).converted == 1
+    kept = measure(vit(), setting(), keep=3, points=2)
+    assert [point.converted for point in kept.front] == [0, 1] and kept.choose().converted == 1
     with pytest.raises(LinvitError, match=r"reaches 2× faster: the fastest is 1.86×, 14 ms of 26"):
         found.choose(speedup=2)
+    with pytest.raises(LinvitError, match="cannot keep 5 layers: the model has 4"):
+        measure(vit(), setting(), keep=5)
 
 
 def test_what_is_slower_stays(clocks: dict[str, float]) -> None:
@@ -125,6 +134,14 @@ def test_what_is_slower_stays(clocks: dict[str, float]) -> None:
     assert not any(hasattr(module, "mechanism") for module in model.modules())
     assert report.study is not None and report.study.choose().speedup == 1.0
     assert "no layer became linear" in str(report)
+
+
+def test_a_converted_model_is_planned_anew(clocks: dict[str, float]) -> None:
+    model = vit()
+    convert(model, "stella", keep=[0])
+    found = measure(model, setting())
+    assert [layer.ms for layer in found.layers] == [4, 2, 2, 2]
+    assert found.choose().plan.choices(["a", "b", "c", "d"]) == [parse_plan("relu_linear").default] * 4
 
 
 def test_layers_by_what_they_buy_for_the_distance(clocks: dict[str, float]) -> None:
@@ -172,13 +189,12 @@ def test_large_layers_that_stay_are_explained() -> None:
 
 def test_auto_is_saved_as_the_plan_it_became(clocks: dict[str, float], tmp_path: Path) -> None:
     model = vit()
-    report = convert(model, "auto", keep=[1], candidates=["stella"], costs=True)
+    report = convert(model, "auto", keep=[1], candidates=["stella"])
     assert [layer.after for layer in report.layers] == ["stella", "softmax", "stella", "stella"]
-    assert all(
-        layer.macs == (2 * 3 * 17 * 17 * 16, layer.macs[1]) and layer.tokens == 17
-        for layer in report.layers
-        if layer.macs
-    )
+    for layer in report.layers:
+        assert layer.tokens == 17 and layer.macs is not None and layer.macs[0] == 2 * 3 * 17 * 17 * 16
+    assert [layer.speedup for layer in report.layers] == [2.0, None, 2.0, 2.0]
+    assert "measured 2.00×; 17 tokens" in str(report) and "cost more" not in str(report)
     linvit.save(model, tmp_path / "m")
     clocks.update(stella=99.0)  # a machine where it would not pay
     again = linvit.load(tmp_path / "m")
@@ -193,6 +209,8 @@ def test_auto_needs_a_model() -> None:
         parse_plan("auto").choices(["a"])
     with pytest.raises(LinvitError, match="unknown plan"):
         parse_plan("auto:candidates=[stela]")
+    chosen = parse_plan("auto:candidates=[stella,linear_window:window=4,linear=stella]")
+    assert chosen.candidates == ("stella", "linear_window:window=4,linear=stella")  # type: ignore[attr-defined]
     with pytest.raises(LinvitError, match="different mechanisms"):
         measure(vit(), setting(), candidates=("mixa",))
 
@@ -202,11 +220,13 @@ def test_real_clocks_time_every_layer_in_its_place() -> None:
     model = swin()
     student = swin()
     convert(student, "stella", drop=("relative_bias", "shift_mask"), keep=[1])
-    times = timing.time_layers(model, student, setting(budget=0.01))
+    times = timing.time_layers(model, student, setting(budget=0.01), [find_hosts(model)[1][0]])
     assert [time.converted is not None for time in times.values()] == [True, False, True]
     assert all(time.original > 0 for time in times.values())
     one, other = timing.time_models(model, student, setting(budget=0.001, batch=2))
     assert one > 0 and other > 0
+    again = timing.time_layers(student, student, setting(budget=0.01))  # hosts on both sides
+    assert all(time.converted is not None for time in again.values())
 
 
 def test_dense_models_are_timed_by_their_trunk() -> None:
@@ -222,7 +242,7 @@ def test_dense_models_are_timed_by_their_trunk() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "int8"}, "unknown dtype"),
+        ({"dtype": "int8"}, "unknown precision"),
         ({"mode": "fast"}, "unknown mode"),
         ({"mode": "graph"}, "needs a CUDA device"),
     ],

@@ -115,6 +115,8 @@ def test_images_of_a_folder(tmp_path: Path) -> None:
     batches = list(calibration_images(tmp_path, model, images=3, batch=2))
     assert [len(batch) for batch in batches] == [2, 1]
     assert batches[0].shape[1:] == (3, 32, 32)
+    flexible = timm.create_model("pvt_v2_b0")  # which does not say for what size it was built
+    assert next(calibration_images(tmp_path, flexible, size=(64, 96))).shape == (5, 3, 64, 96)
     for name in ("0.png", "4.png"):
         (tmp_path / name).write_bytes((tmp_path / "1.png").read_bytes()[:40])
     with pytest.raises(LinvitError, match=r"(?s)cannot read 2 images; replace .*/0\.png: .*/4\.png: "):

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against softmax, in one run.")
 
-USUAL = {"cuda": "bf16", "cpu": "fp32"}  # the dtype on each device
-Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; bf16 on a GPU and fp32 on the CPU if not given.")]
+USUAL = {"cuda": "bf16", "cpu": "fp32"}  # the precision on each device
+Precision = Annotated[
+    str | None, typer.Option(help="bf16, fp16 or fp32; bf16 on a GPU and fp32 on the CPU if not given.")
+]
 Output = Annotated[Path | None, arguments.output("FILE", "The result file; else a name with the time.")]
 Resume = Annotated[Path | None, typer.Option(help="Go on with this unfinished result file.")]
 Source = Annotated[Path | None, typer.Option("--from", help="Show this result file and measure nothing.")]
@@ -43,7 +45,7 @@ def op(
     bias: Annotated[bool, typer.Option("--bias", help="With a learned bias that images share, as in Swin.")] = False,
     passes: Annotated[str, typer.Option(help="forward, forward+backward, or both.")] = "forward,forward+backward",
     compared: Annotated[str, typer.Option(help="What to measure; all unless told.")] = "ours,sdpa,reference,compiled",
-    dtype: Dtype = None,
+    precision: Precision = None,
     device: arguments.Device = "auto",
     budget: Budget = 0.2,
     output: Output = None,
@@ -75,7 +77,7 @@ def op(
         asked = speed.shapes(*(arguments.numbers(text) for text in (batch, heads, head_dim, tokens)))
         over = [replace(shape, bias=bias) for shape in (speed.PRESETS[preset] if preset else asked)]
         settings: dict[str, Any] = {"mechanism": mechanism, "options": arguments.pairs(option, "--option")}
-        settings["dtype"] = dtype or USUAL[place.type]
+        settings["dtype"] = precision or USUAL[place.type]
         wanted, which = arguments.words(compared, speed.IMPLEMENTATIONS), arguments.words(passes, speed.PASSES)
         head = {"kind": "bench op", "version": 1, **settings, "layout": "packed"}
         file = open_result(output, resume, mechanism, head, place)
@@ -109,7 +111,7 @@ def model(
     batch: Annotated[str, typer.Option(help="Batch size, 64 or to detect and segment 8, or one for each size.")] = "",
     passes: Annotated[str, typer.Option(help="inference, training, or both.")] = "inference,training",
     modes: Annotated[str, typer.Option(help="eager, compiled, or graph: as a CUDA graph.")] = "eager,compiled",
-    dtype: Dtype = None,
+    precision: Precision = None,
     device: arguments.Device = "auto",
     budget: Budget = 1.0,
     output: Output = None,
@@ -152,7 +154,7 @@ def model(
     options, args = arguments.plan_options(option, keep), arguments.pairs(model_arg, "--model-arg")
     plans = {text: parse_plan(text, **options) for text in (split_plans(plan) if dense else [plan])}
     which, how = arguments.words(passes, model_speed.PASSES), arguments.words(modes, model_speed.MODES)
-    settings: dict[str, Any] = {"dtype": dtype or USUAL[place.type], **({"args": args} if args else {})}
+    settings: dict[str, Any] = {"dtype": precision or USUAL[place.type], **({"args": args} if args else {})}
     with arguments.dropping(drop) as given_up:
         told = options | ({"drop": given_up} if given_up else {})
         kind = dense_speed.KIND if dense else "bench model"

@@ -34,6 +34,7 @@ def convert(
     pretrained: arguments.Pretrained = True,
     checkpoint: Annotated[Path | None, typer.Option(metavar="FILE", help="Weights to use instead of timm's.")] = None,
     model_arg: arguments.ModelArg = None,
+    device: arguments.Device = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and save nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model that DIR holds.")] = False,
     survey: Annotated[bool, typer.Option("--survey", help="Try every family of timm's models instead.")] = False,
@@ -43,8 +44,9 @@ def convert(
 
     What a mechanism cannot honour, a relative bias say, is an error unless --drop names it or the plan gives it up: the
     papers' plans go without what their papers do, `linvit list plans` shows what, and the output says so. --plan auto
-    converts the layers that are measured to get faster, and no other. With --calibrate the layers that a plan keeps are
-    measured, and --plot draws that. With --dry-run nothing is fetched (but to measure layers) and nothing saved.
+    converts the layers that are measured to get faster on --device, and no other. With --calibrate the layers that a
+    plan keeps are measured, and --plot draws that. With --dry-run nothing is fetched (but to measure layers) and
+    nothing saved.
 
     \b
     Example: linvit convert deit_small_patch16_224 --plan mixa --keep 6 -o deit_s_mixa
@@ -59,6 +61,7 @@ def convert(
     from linvit.conversion import convert as swap
     from linvit.conversion import find_hosts, open_model, parse_plan, resample, save
     from linvit.conversion.calibration import calibration_images
+    from linvit.conversion.plan import Auto
     from linvit.conversion.rebuilding import origin
     from linvit.conversion.resolving import layers_to_measure
     from linvit.conversion.sensitivity import passes
@@ -71,6 +74,7 @@ def convert(
         if calibrate is None:
             raise LinvitError("--plot draws what --calibrate measures: give that too")
     chosen = parse_plan(plan, **arguments.plan_options(option, keep, where, layers))
+    place = arguments.find_device(device)
     count = 0 if calibrate is None else layers_to_measure(chosen)
     pixels, args = arguments.image_size(size) if size else None, arguments.pairs(model_arg, "--model-arg")
     with arguments.dropping(drop) as given_up:
@@ -78,10 +82,12 @@ def convert(
         fetched = pretrained and (not dry_run or calibrate is not None)
         built = open_model(model, pretrained=fetched, args=args, checkpoint=checkpoint, instead=instead)
         resample(built, size=pixels, patch_size=patch_size, window_size=window_size)
+        if calibrate is not None or isinstance(chosen, Auto):
+            built.to(place)
         if calibrate is None:
             report = swap(built, chosen, drop=given_up, size=pixels, costs=True)
         else:
-            images = calibration_images(calibrate, built)
+            images = calibration_images(calibrate, built, size=pixels)
             with progress("measuring layers", passes(len(find_hosts(built)), count)) as advance:
                 report = swap(built, chosen, drop=given_up, size=pixels, calibrate=images, advance=advance, costs=True)
     named = None if Path(model).is_dir() else args

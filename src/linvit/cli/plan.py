@@ -26,13 +26,15 @@ def plan(
     images: Annotated[int, typer.Option(min=1, help="So many of them.")] = 64,
     speedup: Annotated[float | None, typer.Option(min=1.0, help="The plan shall be so many times as fast.")] = None,
     budget_ms: Annotated[float | None, typer.Option(min=0.0, help="The plan shall take at most so long.")] = None,
-    keep: Annotated[int | None, typer.Option(min=0, help="At least so many layers stay as they are.")] = None,
+    keep: Annotated[int, typer.Option(min=0, help="At least so many layers stay as they are.")] = 0,
     output: Annotated[Path | None, arguments.output("FILE", "The plan, as .json.")] = None,
     plot: arguments.Picture = None,
     drop: arguments.Drop = "",
     device: arguments.Device = "auto",
     batch: Annotated[int, typer.Option(min=0, help="Images at a time; 1 on a CPU and 8 on a GPU unless told.")] = 0,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; fp32 on a CPU and bf16 on a GPU unless told.")] = "",
+    precision: Annotated[
+        str, typer.Option(help="fp32, bf16 or fp16; fp32 on a CPU and bf16 on a GPU unless told.")
+    ] = "",
     mode: Annotated[str, typer.Option(help="How whole models are timed: eager, compiled or graph.")] = "eager",
     points: Annotated[int, typer.Option(min=2, help="So many plans are timed as whole models.")] = 8,
     checkpoint: Annotated[Path | None, typer.Option(metavar="FILE", help="Weights to use instead of timm's.")] = None,
@@ -77,8 +79,8 @@ def plan(
         resample(built, size=pixels)
         pixels = pixels or own_size(built)
         usual = Setting.usual(built, pixels, place)
-        setting = Setting(pixels, place, batch or usual.batch, dtype or usual.dtype, mode)
-        loader = None if data is None else calibration_images(data, built, images)
+        setting = Setting(pixels, place, batch or usual.batch, precision or usual.dtype, mode)
+        loader = None if data is None else calibration_images(data, built, images, size=pixels)
         total = min(points, len(find_hosts(built)) + 1) + len(named)
         with progress("measuring", total) as advance:
             found = study(
@@ -88,10 +90,11 @@ def plan(
                 loader=loader,
                 images=images,
                 drop=given_up,
+                keep=keep,
                 points=points,
                 advance=lambda what: advance(),
             )
-    chosen = found.choose(speedup=speedup, budget_ms=budget_ms, keep=keep)
+    chosen = found.choose(speedup=speedup, budget_ms=budget_ms)
     if output is not None:
         write_json(output, chosen.plan.to_dict())
     if plot is not None:

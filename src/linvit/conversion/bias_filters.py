@@ -101,7 +101,7 @@ def fit_filters(model: nn.Module, steps: "Iterable[Step]", size: tuple[int, int]
     """Let the local branches of these steps do what the relative biases did that they give up, which the model still
     has. Gives the share of it that each explains, by layer."""
     from linvit.conversion.convert import install, own_size
-    from linvit.conversion.dry_run import image_part
+    from linvit.conversion.dry_run import channels_of, image_part
 
     wanted = {step.name: step for step in steps if BIAS in step.dropped and branch_of(step.mechanism) is not None}
     if not wanted:
@@ -119,8 +119,7 @@ def fit_filters(model: nn.Module, steps: "Iterable[Step]", size: tuple[int, int]
     install(twin, before)
     part: Any = image_part(twin)
     like = next(part.parameters())
-    channels = getattr(getattr(part, "trunk", part), "in_chans", 3)
-    shape, generator = (1, channels, *(size or own_size(model))), torch.Generator().manual_seed(0)
+    shape, generator = (1, channels_of(part), *(size or own_size(model))), torch.Generator().manual_seed(0)
     for _ in range(MOST):
         part(torch.randn(shape, generator=generator).to(like))
         if all(seen.enough for seen in watched.values()):

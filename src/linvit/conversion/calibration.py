@@ -8,19 +8,20 @@ from timm.data import create_transform, resolve_model_data_config
 from timm.utils.misc import natural_key
 from torch import Tensor, nn
 
+from linvit.conversion.convert import own_size
 from linvit.errors import LinvitError, Unreadable
 from linvit.images import eight_bits, images_below, naming, open_image, read_all, upright
 
 
-def calibration_images(folder: Path, model: nn.Module, images: int = 256, batch: int = 32) -> Iterator[Tensor]:
-    """Batches of at most `images` images, taken evenly from all files below the folder, in evaluation transforms. All
-    of these that cannot be read are named at once."""
+def calibration_images(
+    folder: Path, model: nn.Module, images: int = 256, batch: int = 32, size: tuple[int, int] | None = None
+) -> Iterator[Tensor]:
+    """Batches of at most `images` images, taken evenly from all files below the folder, in evaluation transforms and at
+    the model's own size unless told. All of these that cannot be read are named at once."""
     if not folder.is_dir():
         raise LinvitError(f"{folder} is no folder of images")
     config = resolve_model_data_config(model)
-    fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)  # a model built or resampled for another
-    if fixed is not None:
-        config["input_size"] = (config["input_size"][0], *fixed)
+    config["input_size"] = (config["input_size"][0], *(size or own_size(model)))
     files = sorted(images_below(folder), key=natural_key)
     if not files:
         raise LinvitError(f"no images in {folder}")

@@ -74,8 +74,8 @@ def convert(
     model's own by default. `calibrate`, batches of images, measures which layers a plan with `keep` keeps, and calls
     `advance` after each pass. With `quiet` the local branches that mechanisms bring along start at zero, as suits
     pretrained weights, and that of the option `local` as what comes nearest to a relative bias that is given up; a
-    model to be trained from scratch wants them as their papers do. With `costs` the report counts tokens and MACs of
-    each layer at that size. Nothing is touched before everything fits.
+    model to be trained from scratch wants them as their papers do. With `costs`, and for `auto`, the report counts
+    tokens and MACs of each layer at that size. Nothing is touched before everything fits.
     """
     if not isinstance(model, nn.Module):
         given = repr(model) if isinstance(model, str) else type(model).__name__
@@ -93,6 +93,7 @@ def convert(
         plan, measured = place_by_sensitivity(model, plan, calibrate, named, advance)
     if isinstance(plan, Auto):
         plan, studied = resolve(model, plan, named, pair, device)
+        costs = True
     steps, kept = find_steps(model, plan, named, size=pair, impl=impl, quiet=quiet)
     refuse_idle(model, plan, named, steps, by_times=studied is not None)
     filters = fit_filters(model, steps, pair) if quiet else {}
@@ -112,7 +113,8 @@ def convert(
             step = made[name]
             linear = step.mechanism.capabilities.linear
             layer = replace(layer, after=str(step.choice), dropped=step.dropped, linear=linear)
-            layer = replace(layer, filtered=filters.get(name))
+            speedup = None if studied is None else studied.ratio(index, step.choice)
+            layer = replace(layer, filtered=filters.get(name), speedup=speedup)
         if name in now:
             layer = replace(layer, tokens=now[name][0], macs=(counted[name][1], now[name][1]))
         layers.append(layer)

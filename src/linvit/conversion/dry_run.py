@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linvit.conversion.grids import stem
+
 TOWERS = ("vision_model", "vision_encoder", "vision_tower")  # what Hugging Face calls the part of a model that sees
 
 
@@ -17,6 +19,21 @@ def image_part(model: nn.Module) -> nn.Module:
         return backbone
     parts = (getattr(getattr(model, "base_model", model), name, None) for name in TOWERS)
     return next((part for part in parts if isinstance(part, nn.Module)), model)
+
+
+def without_head(model: nn.Module) -> nn.Module:
+    """What lies under the head of one of Hugging Face's models. DINOv3 calls its encoder, without the embeddings, the
+    base."""
+    base = getattr(model, "base_model", model)
+    return base if any(stem(module) is not None for module in base.modules()) else model
+
+
+def channels_of(part: Any) -> int:
+    """How many channels the images have that the part of a model takes."""
+    noted = (getattr(part, "trunk", part), "in_chans"), (getattr(part, "config", None), "num_channels")
+    known: int | None = next((found for place in noted if (found := getattr(*place, None)) is not None), None)
+    first = next((module for module in part.modules() if isinstance(module, nn.Conv2d)), None)
+    return known or (3 if first is None else first.in_channels)
 
 
 def inputs_for(model: Any, images: Tensor) -> dict[str, Tensor]:
@@ -43,11 +60,10 @@ def dry_run(model: nn.Module, size: tuple[int, int]) -> None:
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     }
     like = next(parameter for parameter in part.parameters() if parameter.is_floating_point())
-    channels = getattr(getattr(part, "trunk", part), "in_chans", 3)
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
-            picture = torch.empty(1, channels, *size, device="meta", dtype=like.dtype)
+            picture = torch.empty(1, channels_of(part), *size, device="meta", dtype=like.dtype)
             try:
                 torch.func.functional_call(part.eval(), meta, (), inputs_for(part, picture), tie_weights=False)
             except (RuntimeError, NotImplementedError):  # a model that looks at its data, as Gemma 4 for padding

@@ -64,10 +64,13 @@ FEATURES: dict[str, Ask] = {
 WIDE_VALUES = Ask("wide values", lambda m: m.capabilities.wide_values)
 POOLED_QUERIES = Ask("pooled queries", takes_unequal)
 POOLED_KEYS = Ask("pooled keys", takes_unequal)
-SUBSAMPLED_QUERIES = Ask("subsampled queries", takes_unequal)
+# Fewer queries than keys, and no block's input as long as they are.
+SUBSAMPLED_QUERIES = Ask("subsampled queries", lambda m: takes_unequal(m) and not m.capabilities.input)
 # The class token asks all tokens. One query is linear as it is, so a mechanism that needs as many keys as queries, or
 # that knows places, of which the class token has none, leaves the layer alone.
 ONE_QUERY = Ask("one query", asks_from_nowhere, keeps=True)
+# A projection of the output that lies outside, or to which nothing is added here.
+CLOSED = Ask("an output projection that nothing is added behind", lambda m: not m.adds_behind)
 # A projection to another width, behind which nothing as wide as the queries can be added.
 ANOTHER_WIDTH = Ask("another width", lambda m: not m.adds_behind)
 
@@ -125,8 +128,10 @@ class Host(nn.Module):
             there.append("attention_dropout")
         gone = getattr(module, "given_up", ())
         asks = [FEATURES[name] for name in there if not (FEATURES[name].removable and name in gone)]
+        shape = cls.shape(module)
+        wide = [WIDE_VALUES] if shape.values != shape.head_dim else []
         width = [ANOTHER_WIDTH] if changes_width(getattr(module, "proj", None)) else []
-        return [*asks, *cls.needs, *width]
+        return [*asks, *wide, *cls.needs, *width]
 
     @classmethod
     def give_up(cls, module: Any, feature: str) -> None:

@@ -223,9 +223,9 @@ AUTO = ("stella", "relu_linear")  # what `auto` may make of a layer unless told
 @named
 def auto(*, candidates: str | tuple[str, ...] = AUTO) -> Plan:
     """Ours: in each layer the fastest of the candidates, measured, or what it has where none is faster."""
-    listed = [c.strip() for c in candidates.strip("[]").split(",")] if isinstance(candidates, str) else candidates
-    for name in listed:
-        as_plan(name)
+    listed = split_plans(candidates.strip("[]")) if isinstance(candidates, str) else candidates
+    for text in listed:
+        parse_plan(text)
     return Auto("auto", None, candidates=tuple(listed))
 
 

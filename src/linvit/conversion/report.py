@@ -56,20 +56,22 @@ class Layer:
     linear: bool = False  # whether it was converted to a linear mechanism
     tokens: int = 0  # of one sequence, and the MACs of a picture, where they were counted
     macs: tuple[int, int] | None = None
+    speedup: float | None = None  # its original's time over its own, where `auto` measured it
 
     @property
     def loses(self) -> bool:
-        """Whether the layer became linear and costs more MACs than before."""
-        return self.linear and self.macs is not None and self.macs[1] > self.macs[0]
+        """Whether the layer became linear and costs more MACs than before, where its time is not known."""
+        return self.linear and self.speedup is None and self.macs is not None and self.macs[1] > self.macs[0]
 
     @property
     def notes(self) -> list[str]:
-        """What was given up, why nothing changed, and whether it costs more, in words."""
+        """What was given up, why nothing changed, whether it costs more, and what it was measured to gain, in words."""
         share = "" if self.filtered is None else f" ({self.filtered:.0%} of it in local)"
         lost = [feature + (share if feature == "relative_bias" else "") for feature in self.dropped]
         notes = [f"gave up {', '.join(lost)}"] if lost else []
         notes += [f"left as it is: {self.kept}"] if self.kept else []
-        return notes + (["costs more than before"] if self.loses else [])
+        notes += ["costs more than before"] if self.loses else []
+        return notes + ([] if self.speedup is None else [f"measured {self.speedup:.2f}×"])
 
     def __str__(self) -> str:
         notes = self.notes

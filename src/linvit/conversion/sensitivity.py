@@ -8,7 +8,7 @@ does not say how: this is our way.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.conversion.convert import find_hosts, find_steps, install, names_to_drop
-from linvit.conversion.dry_run import image_part
+from linvit.conversion.dry_run import image_part, inputs_for
 from linvit.conversion.plan import Plan, as_plan
 from linvit.errors import LinvitError
 
@@ -134,17 +134,20 @@ def first_images(loader: Iterable[Any], images: int, device: torch.device) -> It
 
 def outputs(model: nn.Module, batch: Tensor) -> Tensor:
     """The model's outputs in evaluation mode, one row per image, centred so that a common offset does not count; of a
-    detector or a segmenter, the maps that its head reads."""
+    detector or a segmenter, the maps that its head reads, and of what Hugging Face gives the first."""
     part = image_part(model)
     training = part.training
     try:
         with torch.no_grad():
-            out = part.eval()(batch)
+            out = part.eval()(**inputs_for(part, batch))
     finally:
         part.train(training)
-    if part is not model:
-        out = torch.cat([level.flatten(1) for level in out], dim=1)
-    rows = (out[0] if isinstance(out, list | tuple) else out).flatten(1).double()
+    if isinstance(out, Mapping):
+        out = next(iter(out.values()))
+    elif isinstance(out, list | tuple) and part is model:
+        out = out[0]
+    levels = out if isinstance(out, list | tuple) else [out]
+    rows = torch.cat([level.flatten(1) for level in levels], dim=1).double()
     return rows - rows.mean(1, keepdim=True)
 
 

@@ -5,7 +5,7 @@ it was learned on, the table is resized.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import to_2tuple
@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from linvit.attention import Shape, TokenGrid
 from linvit.conversion.grids import Grids
 from linvit.conversion.host import (
+    CLOSED,
     SUBSAMPLED_QUERIES,
-    WIDE_VALUES,
+    Ask,
     Host,
     PictureHost,
     SequenceHost,
@@ -37,7 +38,9 @@ class OffsetBiasHost(Host):
 
     @classmethod
     def shape(cls, module: Any) -> Shape:
-        dim = getattr(getattr(module, "qkv", None), "in_features", None)
+        packed = getattr(module, "qkv", None)
+        packed = getattr(packed, "linear", packed)  # LeViT's, before its norm
+        dim = getattr(packed, "in_features", None) or getattr(packed, "in_channels", None)
         return Shape(module.num_heads, module.key_dim, module.val_dim, dim=dim)
 
     def _init_buffers(self) -> None:
@@ -90,7 +93,6 @@ class EfficientFormerV1Host(OffsetBiasHost, SequenceHost, efficientformer.Attent
     """
 
     features = {"relative_bias": ("attention_biases",)}  # its index stays, as it is among the weights
-    needs = (WIDE_VALUES,)
     resolution = (7, 7)  # every model has its table on the grid of a 224-pixel image
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,9 +103,11 @@ class EfficientFormerV1Host(OffsetBiasHost, SequenceHost, efficientformer.Attent
 
 
 class _EfficientFormerBase(OffsetBiasHost, PictureHost):
+    needs: ClassVar[tuple[Ask, ...]] = (CLOSED,)
+
     @classmethod
     def shape(cls, module: Any) -> Shape:
-        return Shape(module.num_heads, module.key_dim, module.d)
+        return Shape(module.num_heads, module.key_dim, module.d, dim=module.k.conv.in_channels)
 
     @staticmethod
     def grid(module: Any, args: tuple[Any, ...], image: Grids) -> TokenGrid:
@@ -134,7 +138,7 @@ class EfficientFormerHost(_EfficientFormerBase, Attention2d):
         q, k, v = self._heads(self.q(x), self.k(x), value)
         bias = self.bias(grid_of(x))
         if self.talking_head1 is None:
-            out = self.attend(q, k, v, grid_of(x), bias=bias)
+            out = self.attend(q, k, v, grid_of(x), bias=bias, x=to_tokens(x))
         else:
             logits = q @ k.transpose(-2, -1) * self.scale
             logits = logits if bias is None else logits + bias.to(logits.dtype)
@@ -146,7 +150,7 @@ class EfficientFormerHost(_EfficientFormerBase, Attention2d):
 
 
 class EfficientFormerDownsampleHost(_EfficientFormerBase, Attention2dDownsample):
-    needs = (SUBSAMPLED_QUERIES,)
+    needs = (CLOSED, SUBSAMPLED_QUERIES)
 
     def forward(self, x: Tensor) -> Tensor:
         keys, query, value = grid_of(x), self.q(x), self.v(x)
@@ -164,7 +168,7 @@ class CascadedHost(OffsetBiasHost, PictureHost, CascadedGroupAttention):
     windows and the bias table resized where the last stage sees another grid than the one it was learned on.
     """
 
-    needs = (WIDE_VALUES,)
+    needs = (CLOSED,)
 
     @classmethod
     def shape(cls, module: Any) -> Shape:
@@ -208,6 +212,7 @@ class AnySizeWindows(LocalWindowAttention):
 class _LevitBase(OffsetBiasHost):
     """What the two of LeViT share: the level of the pyramid they stand on."""
 
+    needs: ClassVar[tuple[Ask, ...]] = (CLOSED,)
     level = 0
 
     @staticmethod
@@ -259,7 +264,7 @@ class LevitHost(_LevitBase, Attention):
 
 
 class LevitDownsampleHost(_LevitBase, AttentionDownsample):
-    needs = (SUBSAMPLED_QUERIES,)
+    needs = (CLOSED, SUBSAMPLED_QUERIES)
     q: Any
 
     def forward(self, x: Tensor) -> Tensor:

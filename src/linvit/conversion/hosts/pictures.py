@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from linvit.attention import Shape, TokenGrid
 from linvit.conversion.grids import Grids
-from linvit.conversion.host import WIDE_VALUES, ChannelsLastHost, Host, PictureHost, grid_of, to_tokens
+from linvit.conversion.host import CLOSED, ChannelsLastHost, Host, PictureHost, grid_of, to_tokens
 
 
 class VOLOHost(ChannelsLastHost, volo.Attention):
@@ -68,6 +68,7 @@ class EfficientViTHost(PictureHost, LiteMLA):
     """
 
     native = "relu_linear"
+    needs = (CLOSED,)
 
     @classmethod
     def shape(cls, module: Any) -> Shape:
@@ -89,7 +90,7 @@ class SHViTHost(PictureHost, SHSA):
     """Single-head attention over pictures: SHViT's `SHSA` on a part of the channels, iFormer's gated `SHMA`, whole or
     in windows. Values are wider than keys. Exact for softmax, any input size."""
 
-    needs = (WIDE_VALUES,)
+    needs = (CLOSED,)
 
     @classmethod
     def shape(cls, module: Any) -> Shape:
@@ -105,7 +106,7 @@ class SHViTHost(PictureHost, SHSA):
 
 
 class IFormerHost(PictureHost, SHMA):
-    needs = (WIDE_VALUES,)
+    needs = (CLOSED,)
 
     @classmethod
     def shape(cls, module: Any) -> Shape:
@@ -134,6 +135,7 @@ class IFormerHost(PictureHost, SHMA):
 
 
 class _ShrunkBase(Host):
+    needs = (CLOSED,)
     small_kernels: Any = False
 
     @staticmethod

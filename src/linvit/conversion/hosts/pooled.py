@@ -19,7 +19,6 @@ from linvit.conversion.host import (
     FEATURES,
     POOLED_KEYS,
     POOLED_QUERIES,
-    WIDE_VALUES,
     Ask,
     ChannelsLastHost,
     Host,
@@ -115,9 +114,8 @@ class MultiQueryHost(Host, MultiQueryAttention2d):
     @classmethod
     def asks(cls, model: nn.Module, module: Any) -> list[Ask]:
         pooled = [FEATURES["pooling"]] if module.has_query_strides or module.kv_stride > 1 else []
-        wide = [WIDE_VALUES] if module.value_dim != module.key_dim else []
         width = [ANOTHER_WIDTH] if changes_width(module.output.proj) else []
-        return pooled + super().asks(model, module) + wide + width
+        return pooled + super().asks(model, module) + width
 
     @classmethod
     def give_up(cls, module: Any, feature: str) -> None:

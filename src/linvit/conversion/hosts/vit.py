@@ -19,7 +19,6 @@ from linvit.attention import Mechanism, Rotary, Shape
 from linvit.conversion.host import (
     ANOTHER_WIDTH,
     FEATURES,
-    WIDE_VALUES,
     Ask,
     Host,
     SequenceHost,
@@ -163,8 +162,6 @@ class Gemma4Host(MaskedHost, Gemma4Attention):
 
 class _DifferentialHost(MaskedHost):
     """Two maps per head: q and k in twice as many heads, each value shared by two."""
-
-    needs = (WIDE_VALUES,)
 
     @classmethod
     def shape(cls, module: Any) -> Shape:

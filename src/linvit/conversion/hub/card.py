@@ -15,13 +15,19 @@ from linvit.conversion.saving import SavedConfig, read_config
 from linvit.errors import LinvitError
 from linvit.files import read_json
 
-METRICS = {  # what logs call them, what one reads, and what the hub calls them
+METRICS = {  # what logs call them, what one reads, and what the hub calls them, if it knows such
     "top1": ("top-1 accuracy, %", "accuracy"),
     "top5": ("top-5 accuracy, %", "top_5_accuracy"),
     "map": ("mAP", "mean_average_precision"),
     "ap": ("AP", "mean_average_precision"),
     "miou": ("mIoU, %", "mean_iou"),
+    "knn": ("kNN accuracy, %", "accuracy"),
+    "probe": ("probe accuracy, %", "accuracy"),
+    "patch_cosine": ("patch cosine with the original", ""),
+    "class_cosine": ("class cosine with the original", ""),
+    "neighbours": ("nearest neighbour as the original's, %", ""),
 }
+BEST = ("cosine", *METRICS)  # by the first that a log has, its best model was chosen
 TAGS = {"faster_rcnn": "object-detection", "mask_rcnn": "object-detection", "retinanet": "object-detection"}
 
 
@@ -57,13 +63,15 @@ def front_matter(config: SavedConfig, done: list[Conversion], run: dict[str, Any
     lines += [f"base_model: {quoted(base)}"] if base else []
     data = [entry["name"] for entry in run.get("sets", ()) if isinstance(entry, dict) and entry.get("name")]
     evals = [record for record in log if record.get("kind") == "eval"]
-    found = {key: evals[-1][key] for key in METRICS if evals and isinstance(evals[-1].get(key), float | int)}
+    last = evals[-1] if evals else {}
+    found = {key: last[key] for key, (_, known) in METRICS.items() if known and isinstance(last.get(key), float | int)}
     if found:
         lines += ["model-index:", f"- name: {quoted(repo.rpartition('/')[2])}", "  results:", "  - task:"]
         lines += [f"      type: {task_of(config)}", "    dataset:", f"      name: {quoted(data[-1] if data else '?')}"]
         lines += [f"      type: {quoted(data[-1] if data else '?')}", "    metrics:"]
         for key, value in found.items():
-            lines += [f"    - type: {METRICS[key][1]}", f"      value: {value:.4g}"]
+            said, known = METRICS[key]
+            lines += [f"    - type: {known}", f"      name: {quoted(said)}", f"      value: {value:.4g}"]
     return "\n".join([*lines, "---"])
 
 
@@ -155,7 +163,7 @@ def read_log(path: Path, *, best: bool = False) -> list[dict[str, Any]]:
         records += [record] if isinstance(record, dict) else []
     evals = [record for record in records if record.get("kind") == "eval"]
     if best and evals:
-        known = next((key for key in METRICS if key in evals[-1]), None)
+        known = next((key for key in BEST if key in evals[-1]), None)
         top = max(evals, key=lambda record: record.get(known, -1.0)) if known else evals[-1]
         records = records[: records.index(top) + 1]
     return records
@@ -171,7 +179,8 @@ def training(run: dict[str, Any], done: list[Conversion]) -> str:
     lines.append(f"- recipe `{config.get('recipe')}`, {config.get('epochs', 0):g} epochs, seed {config.get('seed')}")
     source = done[0].source if done else None
     teacher = run.get("teacher") or config.get("teacher")
-    if not teacher and config.get("distillation") not in (None, "none"):
+    taught = any(stage.get("objective") != "supervised" for stage in config.get("stages") or ())
+    if not teacher and (taught or config.get("distillation") not in (None, "none")):
         teacher = "the original" + (f", {source.model}" if source and source.model else "")
     lines += [f"- teacher: {teacher}"] if teacher else []
     lines += [f"- on {places.get('hardware')}, PyTorch {places.get('torch')}"] if places else []
@@ -195,10 +204,13 @@ def measured(log: list[dict[str, Any]], before: list[dict[str, Any]]) -> str:
     rows = []
     for key, (said, _) in METRICS.items():
         if isinstance(last.get(key), float | int):
-            begun = f"{first[key]:.2f}" if first["step"] == 0 and key in first else "–"
+            places = 4 if key.endswith("cosine") else 2
+            begun = first.get(key) if first["step"] == 0 else None
+            known = last.get(f"teacher_{key}", original.get(key))
+            earlier = ("–" if value is None else f"{value:.{places}f}" for value in (known, begun))
             error = last.get("standard_error") if key == "top1" else None
-            known = f"{original[key]:.2f}" if key in original else "–"
-            rows.append(f"| {said} | {known} | {begun} | {last[key]:.2f}{f' ± {error:.2f}' if error else ''} |")
+            after = f"{last[key]:.{places}f}{f' ± {error:.2f}' if error else ''}"
+            rows.append(f"| {said} | {' | '.join(earlier)} | {after} |")
     head = [f"| on the validation set | original | converted | after {last['step']:,} steps |", "|---|---:|---:|---:|"]
     return "\n".join([*head, *rows]) if rows else ""
 

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
+from linvit.conversion.dry_run import without_head
 from linvit.errors import LinvitError
 
 TYPE = "linvit"
@@ -47,7 +48,7 @@ class LinvitModel:
         place = str(name) if Path(name).is_dir() else f"hf-hub:{name}"
         model: Any = load(place, revision=revision if place.startswith("hf-hub:") and revision != "main" else None)
         if cls.wanted == "AutoModel":
-            model = model.base_model
+            model = without_head(model)
         elif type(model) not in getattr(transformers, cls.wanted)._model_mapping.values():
             held = type(model).__name__
             raise LinvitError(f"{name} holds a {held}, which {cls.wanted} does not build: linvit.load opens it")
@@ -57,7 +58,9 @@ class LinvitModel:
         where = settings.get("device_map")
         if isinstance(where, dict):
             raise LinvitError("a converted model lies on one device: give device_map='cuda', or none")
-        return model if where in (None, "auto") else model.to(where)
+        if where == "auto":
+            where = "cuda" if torch.cuda.is_available() else "cpu"
+        return model if where is None else model.to(where)
 
 
 def register() -> None:

@@ -2,16 +2,20 @@
 
 import copy
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from timm.layers import resample_abs_pos_embed, to_2tuple
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
+from linvit.conversion.dry_run import without_head
 from linvit.errors import LinvitError, reason, unknown
 
 INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's numbers
@@ -43,8 +47,9 @@ def origin_of(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
 
 
 def open_folder(folder: Path, args: dict[str, Any], *, weights: bool = True) -> nn.Module:
-    """The model of transformers in a folder, with its weights or fresh ones. `args` change its config, and what no
-    longer fits, as a classifier for other classes, begins anew. Weights are safetensors, and no code is fetched."""
+    """The model of transformers in a folder, with its weights or fresh ones. `args` change its config: a classifier for
+    other classes begins anew, and for another image size positions are resampled. Weights are safetensors, and no code
+    is fetched."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = next((n for n in config.get("architectures") or () if hasattr(transformers, n)), "")
     name = name or type_of(config, folder)
@@ -54,14 +59,60 @@ def open_folder(folder: Path, args: dict[str, Any], *, weights: bool = True) -> 
         config = {key: value for key, value in config.items() if key not in ("id2label", "label2id")}
     model = from_config(name, {**config, **args})
     if weights:
-        settings = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": bool(args)}
-        try:
-            with quiet():
-                model = type(model).from_pretrained(folder, config=model.config, **settings)  # type: ignore[attr-defined]
-        except Exception as error:  # no safetensors, a damaged file, whatever does not fit
-            raise LinvitError(f"{folder} cannot be read as transformers' {name}: {reason(error)}") from error
+        model, others = with_weights(folder, model, fitting=not args)
+        if others:
+            own = from_config(name, config)
+            resample_positions(model, with_weights(folder, own, fitting=False)[0], others)
     note_processor(model, folder / "preprocessor_config.json")
     return model.eval()
+
+
+def with_weights(folder: Path, model: Any, *, fitting: bool) -> tuple[Any, list[str]]:
+    """A model like this one with the weights of a folder, and which of them are of another shape, the head's not
+    counted. Where all should be `fitting`, what the folder lacks is the same each time."""
+    settings = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": not fitting}
+    try:
+        with quiet(), torch.random.fork_rng(devices=(), enabled=fitting):
+            if fitting:
+                torch.manual_seed(0)
+            model, told = type(model).from_pretrained(
+                folder, config=model.config, output_loading_info=True, **settings
+            )  # fmt: skip
+    except Exception as error:  # no safetensors, a damaged file, whatever does not fit
+        raise LinvitError(
+            f"{folder} cannot be read as transformers' {type(model).__name__}: {reason(error)}"
+        ) from error
+    if fitting and told["missing_keys"]:
+        lacking = ", ".join(sorted(told["missing_keys"])[:2])
+        warnings.warn(f"{folder} has no weights for all of {type(model).__name__}: {lacking} begin anew", stacklevel=4)
+    tensors = model.state_dict(keep_vars=True)
+    inside = {id(tensor) for tensor in without_head(model).state_dict(keep_vars=True).values()}
+    return model, sorted(name for name, *_ in told["mismatched_keys"] if id(tensors[name]) in inside)
+
+
+@torch.no_grad()
+def resample_positions(model: Any, own: Any, names: list[str]) -> None:
+    """Give a model for another image size the tables of positions of its own, resampled."""
+    before, after = (grid_in(each.config) for each in (own, model))
+    tables, places = (each.state_dict(keep_vars=True) for each in (own, model))
+    for name in names:
+        table, place = tables[name], places[name]
+        positions = "position_embedding" in name and table.shape[-1] == place.shape[-1]
+        if not positions or before is None or after is None:
+            shapes = " and ".join(str(tuple(each.shape)) for each in (table, place))
+            raise LinvitError(f"the weights do not fit what --model-arg asks for: {name} would have {shapes}")
+        prefix = table.shape[-2] - before[0] * before[1]
+        rows = resample_abs_pos_embed(table.reshape(1, *table.shape[-2:]), after, before, prefix)
+        place.copy_(rows.reshape(place.shape))
+
+
+def grid_in(config: Any) -> tuple[int, int] | None:
+    """How many patches a config's images have, down and across."""
+    image, patch = (getattr(config, name, None) for name in ("image_size", "patch_size"))
+    if image is None or patch is None:
+        return None
+    (height, width), (down, across) = to_2tuple(image), to_2tuple(patch)
+    return height // down, width // across
 
 
 def type_of(config: dict[str, Any], folder: Path) -> str:

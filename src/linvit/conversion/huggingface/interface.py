@@ -30,7 +30,6 @@ from linvit.conversion.hosts.vit import split_mask
 INTERFACE, KEPT = "linvit", "linvit_kept"
 DROPOUTS = ("attention_dropout", "dropout", "dropout_prob")  # what modules call the rate or the module
 BEHIND = ("o_proj", "out_proj", "projection_layer", "projection")  # and the projection of the output
-OUTSIDE = Ask("an output projection outside", lambda m: not m.adds_behind)
 
 
 def attend(

@@ -34,8 +34,8 @@ from transformers.models.vit_msn.modeling_vit_msn import ViTMSNAttention
 
 from linvit.attention import Rotary, TokenGrid
 from linvit.conversion.grids import Grids
-from linvit.conversion.host import Ask, Host, given, has_logits
-from linvit.conversion.huggingface.interface import OUTSIDE, InterfaceHost
+from linvit.conversion.host import CLOSED, Ask, Host, given, has_logits
+from linvit.conversion.huggingface.interface import InterfaceHost
 from linvit.errors import LinvitError
 
 
@@ -79,7 +79,7 @@ class HFDPTHost(InterfaceHost, DPTSelfAttention):
     """The ViT of Hugging Face's DPT. Exact for softmax. Its output projection lies outside, and so what a mechanism
     adds behind that (Fastformer's query) has no place."""
 
-    needs = (OUTSIDE,)
+    needs = (CLOSED,)
 
 
 class HFBeitHost(InterfaceHost, BeitAttention):

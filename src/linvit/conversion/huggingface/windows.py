@@ -14,9 +14,9 @@ from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 
 from linvit.attention import Rotary, Shape, TokenGrid
 from linvit.conversion.grids import Grids
-from linvit.conversion.host import ChannelsLastHost, Host, has_logits, merge_heads, unpack
+from linvit.conversion.host import CLOSED, ChannelsLastHost, Host, has_logits, merge_heads, unpack
 from linvit.conversion.hosts.windows import ShiftedWindowHost
-from linvit.conversion.huggingface.interface import OUTSIDE, MapHost, attentions_wanted
+from linvit.conversion.huggingface.interface import MapHost, attentions_wanted
 
 LONGEST = log(100)  # of the temperature
 
@@ -62,7 +62,7 @@ class HFSwinv2Host(_Windows, Swinv2SelfAttention):
     Swin, `drop=("relative_bias", "shift_mask")` elsewhere. The output projection lies outside."""
 
     features = {"relative_bias": ("continuous_position_bias_mlp",), "shift_mask": ()}
-    needs = (OUTSIDE,)
+    needs = (CLOSED,)
 
     def _position(self) -> Tensor | None:
         if self.continuous_position_bias_mlp is None:

@@ -5,9 +5,9 @@
 
 from linvit.conversion.planning.costs import LayerCost, layer_costs
 from linvit.conversion.planning.front import CANDIDATES, FrontPlan, LayerOption, LayerOptions, Study, study
-from linvit.conversion.planning.timing import LayerTime, Setting, time_layers, time_models
+from linvit.conversion.planning.timing import LayerTime, Setting
 
 __all__ = [
     "CANDIDATES", "FrontPlan", "LayerCost", "LayerOption", "LayerOptions", "LayerTime", "Setting", "Study",
-    "layer_costs", "study", "time_layers", "time_models",
+    "layer_costs", "study",
 ]  # fmt: skip

@@ -85,6 +85,11 @@ class Study:
     front: tuple[FrontPlan, ...] = field(default=())
     images: int = 0
 
+    def ratio(self, index: int, choice: Choice) -> float | None:
+        """How many times as fast a layer was measured to be with this choice."""
+        options = (o for o in self.layers[index].options if not o.refused)
+        return next((o.ratio for o in options if parse_plan(o.candidate).default == choice), None)
+
     def missed(self) -> list[str]:
         """Why layers that linear attention should suit were left: one line for each reason."""
         reasons: dict[str, list[int]] = {}
@@ -96,19 +101,15 @@ class Study:
                 reasons.setdefault(why, []).append(layer.cost.index)
         return [f"layers {', '.join(map(str, layers))}: {why}" for why, layers in reasons.items()]
 
-    def choose(
-        self, *, speedup: float | None = None, budget_ms: float | None = None, keep: int | None = None
-    ) -> FrontPlan:
+    def choose(self, *, speedup: float | None = None, budget_ms: float | None = None) -> FrontPlan:
         """The plan of least distance that is fast enough; the fastest one where nothing is asked for."""
-        total = len(self.layers)
-        plans = [p for p in self.front if keep is None or total - p.converted >= keep]
-        wanted, found = "", [p for p in plans if p.speedup is not None]
+        wanted, found = "", [p for p in self.front if p.speedup is not None]
         if speedup is not None:
             wanted, found = f"{speedup:g}× faster", [p for p in found if (p.speedup or 0) >= speedup]
         if budget_ms is not None:
             wanted, found = f"{budget_ms:g} ms", [p for p in found if (p.ms or 0) <= budget_ms]
         if not found:
-            best = max((p.speedup or 1.0 for p in plans), default=1.0)
+            best = max((p.speedup or 1.0 for p in self.front), default=1.0)
             raise LinvitError(
                 f"no plan of these candidates reaches {wanted or 'that'}: the fastest is {best:.2f}×, "
                 f"{self.ms / best:.3g} ms of {self.ms:.3g}"
@@ -175,25 +176,29 @@ def study(
     images: int = 64,
     drop: Iterable[str] = (),
     stay: Collection[int] = (),
+    keep: int = 0,
     points: int = 8,
     advance: Callable[[str], None] = lambda what: None,
 ) -> Study:
     """Measure every layer with every candidate, and whole plans along the front. The model is not changed.
 
-    `loader` yields unlabelled images, for the distances. The layers of `stay` are not to be converted. `points` is the
-    number of plans that are checked as whole models. `advance` hears what is done after each measurement.
+    `loader` yields unlabelled images, for the distances. The layers of `stay` are not to be converted, and of the
+    others so many that `keep` are left as they are. `points` is the number of plans that are checked as whole models.
+    `advance` hears what is done after each measurement.
     """
     dropped = names_to_drop(drop)
     costs = layer_costs(model, setting.size)
     if not costs:
         raise LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
+    if keep > len(costs):
+        raise LinvitError(f"cannot keep {keep} layers: the model has {len(costs)}")
     pictures = list(first_images(loader, images, next(model.parameters()).device)) if loader is not None else []
     teacher = [outputs(model, batch) for batch in pictures]
     options: list[list[LayerOption]] = [[] for _ in costs]
     own: list[list[float]] = [[] for _ in costs]
     for text in candidates:
         candidate = Candidate.of(text, model, dropped, setting.size)
-        times = time_layers(model, candidate.model, setting)
+        times = time_layers(model, candidate.model, setting, candidate.refused)
         after = {cost.name: cost.macs for cost in layer_costs(candidate.model, setting.size)}
         turns = candidate.turns(model, pictures, teacher)
         for cost in costs:
@@ -214,11 +219,12 @@ def study(
         for cost, times, found in zip(costs, own, options, strict=True)
     )
     found = Study(setting, 0.0, layers, images=sum(map(len, pictures)))
-    return check(model, thinned(front(found, dropped), points), found, pictures, teacher, advance)
+    return check(model, thinned(front(found, dropped, len(costs) - keep), points), found, pictures, teacher, advance)
 
 
-def front(found: Study, dropped: tuple[str, ...]) -> Iterator[FrontPlan]:
-    """Plans along the front, from nothing converted on. Without images every converted layer counts alike."""
+def front(found: Study, dropped: tuple[str, ...], most: int) -> Iterator[FrontPlan]:
+    """Plans along the front, from nothing converted on to `most` layers. Without images every converted layer counts
+    alike."""
     known = found.images > 0
     own = sum(layer.ms for layer in found.layers)
     now: list[LayerOption | None] = [None] * len(found.layers)
@@ -235,13 +241,13 @@ def front(found: Study, dropped: tuple[str, ...]) -> Iterator[FrontPlan]:
         ahead = sum(saved(i, option) for i, option in enumerate(now))
         turned = sum(cost(option) for option in now) if known else None
         choices = [parse_plan(o.candidate).default if o is not None else None for o in now]
-        plan = with_choices("auto", choices, dropped)
-        yield FrontPlan(plan, sum(o is not None for o in now), own - ahead, turned)
+        plan, converted = with_choices("auto", choices, dropped), sum(o is not None for o in now)
+        yield FrontPlan(plan, converted, own - ahead, turned)
         moves = [
             (saved(i, option) - saved(i, now[i]), cost(option) - cost(now[i]), i, option)
             for i, layer in enumerate(found.layers)
             for option in layer.options
-            if option.pays and option is not now[i]
+            if option.pays and option is not now[i] and (now[i] is not None or converted < most)
         ]
         moves = [move for move in moves if move[0] > 1e-6]
         if not moves:

@@ -7,7 +7,7 @@ once.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from linvit import clock
 from linvit.conversion.convert import find_hosts
-from linvit.conversion.dry_run import image_part
+from linvit.conversion.dry_run import channels_of, image_part, inputs_for
 from linvit.conversion.planning.costs import told
 from linvit.errors import LinvitError, unknown
 
@@ -39,7 +39,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise unknown("dtype", self.dtype, DTYPES)
+            raise unknown("precision", self.dtype, DTYPES)
         if self.mode not in MODES:
             raise unknown("mode", self.mode, MODES)
         if self.mode == "graph" and self.device.type != "cuda":
@@ -47,10 +47,10 @@ class Setting:
 
     @classmethod
     def usual(cls, model: nn.Module, size: tuple[int, int], device: torch.device | None = None) -> "Setting":
-        """A picture at a time: float32 on a CPU, on a GPU bfloat16 and without the host's share."""
+        """A picture at a time in float32 on a CPU, eight in bfloat16 on a GPU."""
         device = device or next(model.parameters()).device
         if device.type == "cuda":
-            return cls(size, device, batch=8, dtype="bf16", mode="eager")
+            return cls(size, device, batch=8, dtype="bf16")
         return cls(size, device)
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -58,17 +58,18 @@ class Setting:
         return copy.deepcopy(image_part(model)).to(self.device, DTYPES[self.dtype]).eval()
 
     def picture(self, model: nn.Module) -> Tensor:
-        channels = getattr(getattr(model, "trunk", model), "in_chans", 3)
         generator = torch.Generator().manual_seed(0)
-        made = torch.randn(self.batch, channels, *self.size, generator=generator)
+        made = torch.randn(self.batch, channels_of(image_part(model)), *self.size, generator=generator)
         return made.to(self.device, DTYPES[self.dtype])
 
 
 def signature(module: nn.Module, args: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells a layer's time from another's: its kind, its input and its weights."""
+    """What tells a layer's time from another's: its kind, its mechanism, its input and its weights."""
+    mechanism = getattr(module, "mechanism", None)
+    how = None if mechanism is None else (type(mechanism), repr(mechanism.options))
     given = [tuple(a.shape) if isinstance(a, Tensor) else repr(a) for a in (*args, *named.values())]
     weights = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
-    return type(module), tuple(given), tuple(weights)
+    return type(module), how, tuple(given), tuple(weights)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ class LayerTime:
     converted: float | None = None
 
 
-def time_layers(model: nn.Module, converted: nn.Module, setting: Setting) -> dict[str, LayerTime]:
+def time_layers(
+    model: nn.Module, converted: nn.Module, setting: Setting, stayed: Collection[str] = ()
+) -> dict[str, LayerTime]:
     """The times of all layers that a picture passes; those that stayed as they are have their original's only."""
     before, after = setting.place(model), setting.place(converted)
     originals = dict(find_hosts(before))
@@ -90,16 +93,18 @@ def time_layers(model: nn.Module, converted: nn.Module, setting: Setting) -> dic
     for name, module in find_hosts(after):
 
         def see(module: nn.Module, args: Any, named: Any, out: Any, name: str = name) -> None:
-            key, original = signature(module, args, named), originals[name]
+            whole = f"{within}.{name}" if within else name
+            layers = [originals[name], *([] if whole in stayed else [module])]
+            key = tuple(signature(layer, args, named) for layer in layers)
             if key not in known:
-                forwards = [original.forward, *([] if type(module) is type(original) else [module.forward])]
-                known[key] = LayerTime(*time_calls([partial(one, *args, **named) for one in forwards], setting))
-            passes.setdefault(f"{within}.{name}" if within else name, []).append(known[key])
+                known[key] = LayerTime(*time_calls([partial(one.forward, *args, **named) for one in layers], setting))
+            passes.setdefault(whole, []).append(known[key])
 
         handles.append(module.register_forward_hook(see, with_kwargs=True))
     with torch.inference_mode(), told(setting.size):
-        before(setting.picture(model))  # what a model caches for a size, it caches here
-        after(setting.picture(model))
+        given = inputs_for(before, setting.picture(model))
+        before(**given)  # what a model caches for a size, it caches here
+        after(**given)
     return {name: total(times) for name, times in passes.items()}
 
 
@@ -136,11 +141,12 @@ def time_models(model: nn.Module, converted: nn.Module, setting: Setting) -> tup
 
 
 def model_call(model: nn.Module, setting: Setting) -> Callable[[], object]:
-    placed, picture = setting.place(model), setting.picture(model)
+    placed = setting.place(model)
+    given = inputs_for(placed, setting.picture(model))
     forward = torch.compile(placed, dynamic=False) if setting.mode != "eager" else placed
 
     def call() -> object:
         with torch.inference_mode():
-            return forward(picture)
+            return forward(**given)
 
     return call
