@@ -23,7 +23,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from linvit.comparison.results import Conversion, Run
+from linvit.comparison.results import ConversionResult, Run
 from linvit.comparison.scheduling.travel import store_name
 from linvit.comparison.statistics.estimates import Difference, average, estimate
 from linvit.comparison.statistics.reading import read
@@ -56,7 +56,7 @@ class Cell:
 
     runs: dict[int, Run]
 
-    def mean(self, of: Callable[[Conversion], float | None]) -> float | None:
+    def mean(self, of: Callable[[ConversionResult], float | None]) -> float | None:
         """The mean over seeds of a number of the conversion."""
         return average(of(run.conversion) for run in self.runs.values() if run.conversion)
 

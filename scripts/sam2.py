@@ -2,13 +2,18 @@
 
     python -m scripts.sam2 save WEIGHTS hiera                timm's model with them, a folder for `linvit train`
     python -m scripts.sam2 photographs voc256.tar photos     its images as photos/train and photos/val, without labels
-    python -m scripts.sam2 judge WEIGHTS hiera runs/sam2/best … --data voc256.tar -o FILE.json
+    python -m scripts.sam2 align WEIGHTS hiera photos runs/sam2 --minutes 9
+    python -m scripts.sam2 judge WEIGHTS hiera runs/sam2/final/last … --data voc256.tar -o FILE.json
 
 WEIGHTS has `sam2_hiera_tiny.safetensors` (or `.fp16`), `sam2_hiera_tiny_neck.safetensors` and
 `sam2_hiera_tiny_decoder.onnx`. Each object of the validation images prompts the decoder with its box; of the three
 masks it gives, the one it thinks best is taken. The student's mask is held against the original's and, like the
 original's, against the truth: the pixels of the object's class inside its box, where no other box of that class
 overlaps it. Beside the masks stand the cosines of the maps that the neck reads.
+
+`align` converts the three global layers and trains for so many minutes: `align` and `blocks` of the recipe `fast`
+first, then `final` for as many epochs as fit, found from the speed so far, so that the rate falls to its end in time.
+Stage 3 and what the neck makes of the maps for the decoder are learnt beside stage 4. Killed, the same command goes on.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import io
 import json
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -35,12 +41,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import linvit
-from linvit.files import write_json
+from linvit.files import read_json, write_json
 from linvit.measurement.record import environment
+from linvit.training.logs import read_log
 
 SIZE = 1024
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IGNORED = 255
+PLAN = "linear_window:window=16,keep=[0,1,2,3,4,6,8,10,11]"
+BEHIND = r"blocks\.([5-9]|1[01])\."  # from the first global layer on
+SETTINGS = (
+    *("batch_size=16", "crop_scale=0.5,1", "log_steps=10", "eval_epochs=10", "stages.blocks.fit=32"),
+    *(f"stages.{stage}.trainable={BEHIND}" for stage in ("blocks", "final")),
+    "stages.final.lr=5e-5",
+)
+RESERVE = 60  # seconds for compiling anew, evaluations and checkpoints
 
 
 @dataclass(frozen=True)
@@ -83,28 +98,51 @@ def photographs(archive: Path, split: str = "val") -> Iterator[Photograph]:
             yield Photograph(pixels, np.array(Image.open(io.BytesIO(files[f"masks/{split}/{name}.png"]))), kept)
 
 
-class Reader:
-    """SAM 2's neck and decoder: masks from the four maps of an encoder."""
+class Neck:
+    """SAM 2's neck: what the decoder reads, from the four maps of an encoder."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         weights = load_file(folder / "sam2_hiera_tiny_neck.safetensors", device=str(device))
         self.weights = {name: tensor.float() for name, tensor in weights.items()}
-        self.decoder = onnxruntime.InferenceSession(str(folder / "sam2_hiera_tiny_decoder.onnx"))
 
     def conv(self, name: str, x: Tensor) -> Tensor:
         return functional.conv2d(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
+    def level(self, index: int, x: Tensor) -> Tensor:
+        return self.conv(f"image_encoder.neck.convs.{index}.conv", x)
+
+    def embedding(self, maps: list[Tensor]) -> Tensor:
+        """Of stage 3 and, at twice its size, stage 4."""
+        coarse = self.level(0, maps[3])[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2).flatten(4).flatten(2, 3)
+        return self.level(1, maps[2]) + coarse + self.weights["no_mem_embed"].reshape(1, -1, 1, 1)
+
+    def finer(self, maps: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Of stages 1 and 2."""
+        fine, coarse = self.level(3, maps[0]), self.level(2, maps[1])
+        return self.conv("sam_mask_decoder.conv_s0", fine), self.conv("sam_mask_decoder.conv_s1", coarse)
+
+    def read(self, maps: list[Tensor]) -> list[Tensor]:
+        """What is aligned: stages 1 and 2 lie before all that is converted."""
+        return [maps[2], self.embedding(maps)]
+
+
+class Reader:
+    """SAM 2's neck and decoder: masks from the four maps of an encoder."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.neck = Neck(folder, device)
+        self.decoder = onnxruntime.InferenceSession(str(folder / "sam2_hiera_tiny_decoder.onnx"))
+
     def masks(self, maps: list[Tensor], photograph: Photograph) -> np.ndarray:
         """(objects, height, width), true where the object is."""
-        p3, p2, p1, p0 = (self.conv(f"image_encoder.neck.convs.{i}.conv", each) for i, each in enumerate(maps[::-1]))
-        p2 = p2 + functional.interpolate(p3, scale_factor=2.0, mode="nearest")
         high, width = photograph.pixels.shape[:2]
         scale = np.array([SIZE / width, SIZE / high] * 2, np.float32)
         corners = np.array([box for _, box in photograph.objects], np.float32) * scale
+        finest, fine = self.neck.finer(maps)
         given = {
-            "image_embed": p2 + self.weights["no_mem_embed"].reshape(1, -1, 1, 1),
-            "high_res_feats_0": self.conv("sam_mask_decoder.conv_s0", p0),
-            "high_res_feats_1": self.conv("sam_mask_decoder.conv_s1", p1),
+            "image_embed": self.neck.embedding(maps),
+            "high_res_feats_0": finest,
+            "high_res_feats_1": fine,
             "point_coords": torch.from_numpy(corners.reshape(-1, 2, 2)),
             "point_labels": torch.tensor([[2.0, 3.0]]).repeat(len(corners), 1),
             "mask_input": torch.zeros(len(corners), 1, 256, 256),
@@ -196,6 +234,34 @@ def save(weights: Path, folder: Path) -> None:
     linvit.save(model, folder)
 
 
+def align(weights: Path, original: Path, photos: Path, run: Path, minutes: float, changes: list[str]) -> None:
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    neck = Neck(weights, torch.device(device))
+
+    def watch(record: dict[str, Any]) -> None:
+        if record["kind"] in ("note", "eval"):
+            print(record.get("text") or {k: v for k, v in record.items() if "cosine" in k}, file=sys.stderr, flush=True)
+
+    def train(model: Any, part: str, epochs: dict[str, float], **how: Any) -> None:
+        stages = [f"stages.{stage}.epochs={epochs.get(stage, 0)}" for stage in ("align", "blocks", "final")]
+        settings = [*SETTINGS, *stages, *changes]
+        there = {"output": run / part, "resume": True, "watch": watch, "device": device, **how}
+        linvit.train(model, photos, task="features", size=SIZE, settings=settings, reader=neck.read, **there)
+
+    train(original, "start", {"align": 1, "blocks": 1}, plan=PLAN)
+    known = read_json(run / "final" / "run.json")
+    if known is None:
+        *_, record = (each for each in read_log(run / "start") if each.get("stage") == "blocks")
+        images = sum(1 for file in (photos / "train").rglob("*") if file.is_file())
+        left = 60 * minutes - RESERVE - (time.monotonic() - began)
+        epochs = max(1, int(left * (record["images_per_second"] or 0.0) / images))
+    else:
+        epochs = next(stage["epochs"] for stage in known["config"]["stages"] if stage["name"] == "final")
+    print(f"{epochs} epochs of final features", file=sys.stderr, flush=True)
+    train(run / "start" / "last", "final", {"final": epochs}, teacher=original)
+
+
 def unpack(archive: Path, folder: Path) -> None:
     for name, content in members(archive).items():
         if name.startswith("images/"):
@@ -228,6 +294,11 @@ def main() -> None:
     pictures = verbs.add_parser("photographs")
     pictures.add_argument("archive", type=Path)
     pictures.add_argument("folder", type=Path)
+    aligning = verbs.add_parser("align")
+    for name in ("weights", "original", "photographs", "run"):
+        aligning.add_argument(name, type=Path)
+    aligning.add_argument("--minutes", type=float, default=9.0, help="how long, from the start on")
+    aligning.add_argument("--set", action="append", default=[], help="change the recipe, as linvit train does")
     judging = verbs.add_parser("judge")
     judging.add_argument("weights", type=Path)
     judging.add_argument("original", type=Path)
@@ -240,6 +311,8 @@ def main() -> None:
         save(asked.weights, asked.folder)
     elif asked.verb == "photographs":
         unpack(asked.archive, asked.folder)
+    elif asked.verb == "align":
+        align(asked.weights, asked.original, asked.photographs, asked.run, asked.minutes, asked.set)
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         found = judge(asked.weights, asked.original, asked.students, asked.data, asked.limit, device)

@@ -17,6 +17,7 @@ from linvit.errors import LinvitError
 from linvit.models import DenseModel
 from linvit.tasks import Classified, Detected, Segmented, predict, predicting
 from linvit.tasks.classify.preprocessing import Preprocessing
+from linvit.tasks.dense import transforms
 from tests.dense_fixture import CATEGORIES, photographs
 
 HERE: dict[str, Any] = {"device": "cpu"}
@@ -67,8 +68,8 @@ def test_labels_a_few_classes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     logits = torch.randn(1, len(CATEGORIES), 32, 32)
     wanted = F.interpolate(logits, (50, 70), mode="bilinear")[0].argmax(0)
     picture = Image.new("RGB", (70, 50))
-    for at_once in (predicting.AT_ONCE, 2 * 50 * 70, 1):
-        monkeypatch.setattr(predicting, "AT_ONCE", at_once)
+    for at_once in (transforms.AT_ONCE, 2 * 50 * 70, 1):
+        monkeypatch.setattr(transforms, "AT_ONCE", at_once)
         (found,) = predict(Known("segment", logits), picture, **HERE)
         assert isinstance(found, Segmented) and torch.equal(found.labels, wanted)
     assert sum(found.shares.values()) == pytest.approx(1) and list(found.shares.values()) == sorted(

@@ -130,10 +130,16 @@ def test_a_resumed_run_converts_the_layers_that_auto_chose_first(
 ) -> None:
     """Measured anew, other layers might pay, and the checkpoint would not fit."""
     chosen = iter([as_plan("stella", keep=[1]), as_plan("stella", keep=[0])])
-    monkeypatch.setattr("linvit.tasks.public.resolve", lambda *args, **options: (next(chosen), None))
-    options: dict[str, Any] = {"plan": "auto", "settings": QUICK, "output": tmp_path / "run", **HERE}
+    sizes: list[Any] = []
+
+    def resolve(model: Any, plan: Any, named: Any, size: Any, device: Any) -> Any:
+        sizes.append(size)
+        return next(chosen), None
+
+    monkeypatch.setattr("linvit.tasks.public.resolve", resolve)
+    options: dict[str, Any] = {"plan": "auto", "settings": QUICK, "output": tmp_path / "run", "size": 8, **HERE}
     first = train(linvit.load(original), "digits", "finetune", **options)
     again = train(linvit.load(original), "digits", "finetune", resume=True, **options)
     for found in (first, again):
         assert found.report is not None and [layer.after for layer in found.report.layers] == ["stella", "softmax"]
-    assert same(weights(first.model), weights(again.model))
+    assert same(weights(first.model), weights(again.model)) and sizes == [(8, 8)]

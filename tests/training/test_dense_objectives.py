@@ -161,3 +161,17 @@ def test_published_values() -> None:
     assert round(ade.epochs * 20_210 / 16) == pytest.approx(40_000, abs=10)
     assert (coco.lr, coco.weight_decay, coco.layer_decay, coco.batch_size, coco.size) == (1e-4, 0.05, 0.6, 16, 448)
     assert coco.epochs == 36 and round(coco.warmup_epochs * 118_287 / 16) == pytest.approx(3000, abs=5)
+
+
+def test_values_of_the_base_systems() -> None:
+    """PicoDet warms up for 300 steps from a tenth of its rate; ADE20K's images keep their shape."""
+    pico, swin = recipe("castling-coco", task="detect"), recipe("qtvit-coco", task="detect")
+    assert pico.scaled(pico.lr) == pytest.approx(0.4 / 4) and pico.warmup_lr == pytest.approx(0.1 * 0.4 / 4)
+    assert round(pico.warmup_epochs * 118_287 / 128) == pytest.approx(300, abs=1) and pico.ema == 0.9998
+    assert (swin.lr, swin.weight_decay, swin.warmup_lr, swin.resize) == (1e-4, 0.05, 1e-7, "shortest")
+    assert (swin.multiscale[0], swin.multiscale[-1], swin.milestones) == (480, 800, (27 / 36, 33 / 36))
+    for name, rate, decay, power in (("qtvit-ade", 6e-5, 0.01, 1.0), ("castling-ade", 1e-4, 0.05, 0.9)):
+        ade = recipe(name, task="segment")
+        assert (ade.lr, ade.weight_decay, ade.poly_power, ade.size) == (rate, decay, power, 512)
+        assert (ade.resize, ade.scale_jitter) == ("shortest", (0.5, 2.0))
+        assert round(ade.epochs * 20_210 / 16) == pytest.approx(160_000, abs=10)

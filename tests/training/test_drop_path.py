@@ -34,6 +34,21 @@ def test_a_model_without_a_place_for_it() -> None:
     assert not set_drop_path(timm.create_model("resnet10t"), 0.1)
 
 
+@pytest.mark.parametrize("name", ["BeitModel", "SwinModel"])
+def test_hugging_face_models_drop_what_the_recipe_says(name: str) -> None:
+    """Theirs is in their config, 0.1 for some, and would be noise in an alignment."""
+    from tests.conversion.hugging import BY_NAME
+
+    model, pictures = BY_NAME[name].build(drop_path_rate=0.5).train(), BY_NAME[name].image()
+    assert set_drop_path(model, 0)
+    with torch.no_grad():
+        once, twice = (BY_NAME[name].out(model, pictures) for _ in range(2))
+    assert torch.equal(once, twice)
+    assert set_drop_path(model, 0.9, rule="constant")
+    with torch.no_grad():
+        assert not torch.equal(BY_NAME[name].out(model, pictures), once)
+
+
 def test_efficientvit_gets_a_place() -> None:
     """As EfficientViT's code does it: over the identity residuals that are not skipped, and from nothing at first."""
     torch.manual_seed(0)

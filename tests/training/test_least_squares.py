@@ -154,3 +154,20 @@ def test_a_teacher_in_half_precision() -> None:
     before = error(teacher, student)
     fit_projections(half, student, BATCHES)
     assert error(teacher, student) < 0.7 * before
+
+
+@pytest.mark.parametrize("name", ["ViTModel", "Dinov2Model", "DINOv3ViTModel", "SiglipVisionModel", "SamVisionModel"])
+def test_hugging_face_blocks_are_known_by_their_names(name: str) -> None:
+    from tests.conversion.hugging import BY_NAME
+
+    case = BY_NAME[name]
+    model = case.build()
+    student = copy.deepcopy(model)
+    linvit.convert(student, permitting("relu_linear"))
+    teacher, images = Teacher(model), torch.randn(16, 3, case.side, case.side)
+    with torch.no_grad():
+        before = relative_error(case.out(student, images), case.out(model, images))
+        names = fit_projections(teacher, student, [(images, images)])
+        places = places_of(teacher, names, images)
+        assert len(names) == 2 and all(place.attention_adds and place.mlp_adds for place in places[-1:])
+        assert relative_error(case.out(student, images), case.out(model, images)) < 0.9 * before

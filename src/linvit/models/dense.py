@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from linvit.errors import LinvitError
 from linvit.models.named import TIMMS, add_model, default_cfg
@@ -66,6 +66,16 @@ def sizes_of(images: Tensor, targets: Sequence[Target] | None) -> Tensor | None:
     return sizes.to(images.device, non_blocking=True) if padded else None
 
 
+def per_process(count: Tensor) -> Tensor:
+    """The mean of a count over all processes, one at least: what a loss is divided by, so that an object weighs as much
+    in whichever process it is learnt."""
+    count = count.detach() * 1.0  # not the caller's own, and no whole number
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.all_reduce(count)
+        count /= distributed.get_world_size()
+    return count.clamp(min=1)
+
+
 @dataclass(frozen=True)
 class Head:
     """A kind of dense model: its task, where its class is, and what has to be installed for it."""
@@ -100,7 +110,8 @@ def build(
 ) -> nn.Module:
     """A dense model on a backbone. `pyramid` makes maps of four strides from a plain ViT, `simple` or `adapter`, by
     `pyramid_args`; a pyramid has its `own`. `backbone_args` are timm's; `pretrained` fetches the backbone's weights.
-    Other arguments are the head's."""
+    Other arguments are the head's. An adapter is as in its authors' detectors or, under a segmenter, their segmenters.
+    """
     from linvit.models.backbones import make_backbone
 
     if not backbone:
@@ -113,6 +124,8 @@ def build(
         if head.extra and (error.name or "").split(".")[0] == head.extra:
             raise LinvitError(f"{name} comes from {head.extra}: pip install linvit[{head.extra}]") from None
         raise
+    if pyramid == "adapter" and head.task == "segment":
+        pyramid_args = {"every_stage": True, **(pyramid_args or {})}
     trunk = make_backbone(
         backbone, pyramid=pyramid, pretrained=pretrained, pyramid_args=pyramid_args, **dict(backbone_args or {})
     )

@@ -120,7 +120,7 @@ class Block(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
-class Stage(nn.Module):
+class PyramidStage(nn.Module):
     """Patch merging, but for the first stage, and a run of blocks; channels last in and out."""
 
     def __init__(self, downsample: nn.Module, blocks: list[Block]) -> None:
@@ -184,7 +184,7 @@ class FairPyramid(nn.Module):
             grid = TokenGrid(height, width)
             attns = (Attention(dim, heads, grid, mechanism, options) for _ in range(depth))
             blocks = [Block(attn, mlp_ratio, next(rates)) for attn in attns]
-            stages.append(Stage(PatchMerging(dims[i - 1], dim) if i else nn.Identity(), blocks))
+            stages.append(PyramidStage(PatchMerging(dims[i - 1], dim) if i else nn.Identity(), blocks))
             self.feature_info.append({"num_chs": dim, "reduction": patch_size * 2**i, "module": f"stages.{i}"})
         self.stages = nn.Sequential(*stages)
         self.norm = nn.LayerNorm(dims[-1], eps=EPS)
@@ -194,7 +194,7 @@ class FairPyramid(nn.Module):
     @property
     def mechanism(self) -> Mechanism:
         """The mechanism of the first block; the others have their own of the same kind."""
-        return cast(Block, cast(Stage, self.stages[0]).blocks[0]).attn.mechanism
+        return cast(Block, cast(PyramidStage, self.stages[0]).blocks[0]).attn.mechanism
 
     @property
     def any_size(self) -> bool:
@@ -262,7 +262,7 @@ class FairPyramid(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         for stage in self.stages:
-            cast(Stage, stage).grad_checkpointing = enable
+            cast(PyramidStage, stage).grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layer groups for layer-wise learning rates, as timm reads them."""

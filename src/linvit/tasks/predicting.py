@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
 from linvit.conversion import open_model
-from linvit.conversion.saving import label_names
 from linvit.errors import LinvitError
 from linvit.images import eight_bits, images_below, naming, upright
 from linvit.models.dense import HEADS, DenseModel
+from linvit.models.labels import known_class_names
 from linvit.tasks.classify.augmenting import normalise, statistics
 from linvit.tasks.classify.checks import check_size, outputs_of
 from linvit.tasks.classify.decoding import channels_first
@@ -24,7 +23,7 @@ from linvit.tasks.dense.files import Files
 from linvit.tasks.dense.fitting import trained_settings
 from linvit.tasks.dense.loading import batch_of
 from linvit.tasks.dense.pixels import open_picture
-from linvit.tasks.dense.transforms import stretch, to_original
+from linvit.tasks.dense.transforms import label_map, to_original
 from linvit.tasks.detect.drawing import draw_detections
 from linvit.tasks.kinds import Model
 from linvit.tasks.segment.drawing import draw_segmentation
@@ -32,7 +31,6 @@ from linvit.training import Processes
 from linvit.training.objectives.teacher import logits_of
 
 FIRST = 5  # classes of a classifier that are told
-AT_ONCE = 2**27  # logits that are brought to an image's size together, half a gigabyte
 
 Photograph = str | Path | Image.Image | Tensor
 
@@ -165,7 +163,7 @@ class Predictor:
     def __init__(self, model: Model, *, threshold: float = 0.5, size: int | None = None, device: str = "auto") -> None:
         if str(model) in HEADS:
             raise LinvitError(f"{model} has learnt nothing: give a folder that linvit train wrote")
-        self.model = model if isinstance(model, nn.Module) else open_model(str(model))
+        self.model: Any = model if isinstance(model, nn.Module) else open_model(str(model))
         self.device, self.size, self.threshold = Processes(device).device, size, threshold
         self.model.to(self.device).eval()
         self.drawn = isinstance(self.model, DenseModel)
@@ -195,38 +193,19 @@ class Predictor:
     def detect(self, pixels: Tensor) -> dict[str, Any]:
         images, targets = batch_of([pixels], trained_settings(self.model, self.size), self.device)
         found = self.model(images, targets)[0]
-        kept = (finite(found["scores"]) >= self.threshold).nonzero().flatten()
-        masks = found.pop("masks", None)
-        found = {name: value.cpu() for name, value in to_original(found, targets[0]).items()}
-        found = {name: value[kept.cpu()] for name, value in found.items()}
-        if masks is not None:  # one by one: together, those of a large photograph are many gigabytes
-            whole = [stretch(masks[place], targets[0]).cpu() > 0 for place in kept.tolist()]
-            found["masks"] = torch.stack(whole) if whole else torch.zeros(0, *pixels.shape[-2:], dtype=torch.bool)
-        return found
+        kept = finite(found["scores"]) >= self.threshold
+        found = to_original({name: value[kept] for name, value in found.items()}, targets[0])
+        return {name: value.cpu() for name, value in found.items()}
 
     def segment(self, pixels: Tensor) -> Tensor:
-        """The class with the largest logit at each pixel of the image, a few classes at a time."""
         images, targets = batch_of([pixels], trained_settings(self.model, self.size), self.device)
-        logits = finite(self.model(images, targets)[0]).float()
-        few = max(1, AT_ONCE // pixels[0].numel())
-        best, labels = stretch(logits[:few], targets[0]).max(0)
-        for first in range(few, len(logits), few):
-            value, place = stretch(logits[first : first + few], targets[0]).max(0)
-            labels = torch.where(value > best, place + first, labels)
-            best = torch.maximum(value, best)
-        return labels.cpu()
+        return label_map(finite(self.model(images, targets)[0]), targets[0]).cpu()
 
 
 def class_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of a model's outputs: those it was trained on, ImageNet's in words, or numbers."""
+    """Names of a model's outputs, or numbers where they are not known."""
     outputs = outputs_of(model)
-    subset = None if isinstance(model, DenseModel) else infer_imagenet_subset({"num_classes": outputs})
-    if names := label_names(model):
-        return names
-    if subset:
-        known = ImageNetInfo(subset)
-        return tuple(known.index_to_description(place) for place in range(outputs))
-    return tuple(f"class {place}" for place in range(outputs))
+    return known_class_names(model) or tuple(f"class {place}" for place in range(outputs))
 
 
 def finite(answer: Tensor) -> Tensor:

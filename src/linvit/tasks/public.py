@@ -23,6 +23,7 @@ from linvit.training import Config, Outcome, Output, Processes, make_processes, 
 from linvit.training import recipe as named_recipe
 from linvit.training.checkpoints import Watch, resumes_after
 from linvit.training.loggers import Logger, RunFacts, find_logger, logging_to
+from linvit.training.objectives.final import Reader
 from linvit.training.objectives.teacher import open_teacher
 
 
@@ -58,6 +59,7 @@ def train(
     device: str = "auto",
     watch: Watch | None = None,
     logger: str | Logger | None = None,
+    reader: Reader | None = None,
     progress: Progress = quiet,
 ) -> Trained:
     """Train a model by a recipe, in place; with a `plan`, convert it first and learn from the original.
@@ -69,7 +71,8 @@ def train(
 
     To `detect` or `segment`, a classifier becomes the trunk of a model with this `head`, by this `pyramid` where it is
     a plain ViT; a detector or segmenter is trained as it is. See docs/dense.md. With the task `features` a model
-    without a classifier learns the final features of its original, from any images. See docs/features.md.
+    without a classifier learns the final features of its original, from any images; with a `reader`, a function of its
+    maps such as the neck of a segmenter, what that makes of them. See docs/features.md.
 
     In `output` the run is logged and kept in checkpoints, from which it goes on with `resume`, and ends in the models
     `last` and `best`. With `ema` the averaged weights are those that are evaluated and given; `model` keeps its own.
@@ -78,6 +81,9 @@ def train(
     """
     settings, drop, folder = listed(settings), list(drop), None if output is None else place(output)
     kind = kind_of(model, task, head, pyramid)
+    reading = {} if reader is None else {"reader": reader}
+    if reading and kind.task != "features":
+        raise LinvitError(f"a reader is of the task features, and this one is to {kind.task}: leave it out")
     config = named_recipe(recipe, name_of(model), kind.task) if isinstance(recipe, str) else recipe
     config = override(config, settings)
     if size is not None:
@@ -106,7 +112,7 @@ def train(
     if resume and folder is not None and not (folder / "checkpoints").exists():
         note(f"there is nothing to resume in {folder}: begun anew")
     if isinstance(chosen, Auto):
-        chosen = measured_plan(chosen, built, drop, processes, folder, resume)
+        chosen = measured_plan(chosen, built, drop, config.size, processes, folder, resume)
     report = convert(built, chosen, drop=drop) if chosen is not None else None
     for line in report.losses if report is not None else ():
         note(line)
@@ -117,7 +123,7 @@ def train(
     facts = RunFacts(folder, config.to_dict(), resume and folder is not None and resumes_after(folder) is not None)
     with logging_to(logger, facts, watch) if processes.first else nullcontext() as heard:
         where = Output(folder, heard, identity)
-        fitting = kind.fit(built, sets, config, teacher=guide, processes=processes, output=where)
+        fitting = kind.fit(built, sets, config, teacher=guide, processes=processes, output=where, **reading)
         try:
             outcome = fitting.run(resume=resume)
         finally:
@@ -137,15 +143,22 @@ def listed(settings: Iterable[str] | Mapping[str, Any]) -> list[str]:
 
 
 def measured_plan(
-    plan: Auto, model: nn.Module, drop: Iterable[str], processes: Processes, folder: Path | None, resume: bool
+    plan: Auto,
+    model: nn.Module,
+    drop: Iterable[str],
+    side: int | None,
+    processes: Processes,
+    folder: Path | None,
+    resume: bool,
 ) -> Plan:
-    """What `auto` becomes, measured once by the first process and kept in the run's folder: the other processes, and
-    the run when it is resumed, must convert the same layers."""
+    """What `auto` becomes at the size of the training, measured once by the first process and kept in the run's folder:
+    the other processes, and the run when it is resumed, must convert the same layers."""
     kept, found = None if folder is None else folder / "plan.json", None
     if processes.first and resume and kept is not None and kept.exists():
         found = parse_plan(str(kept))
     elif processes.first:
-        found, _ = resolve(model, plan, names_to_drop(drop), device=processes.device)
+        size = None if side is None else (side, side)
+        found, _ = resolve(model, plan, names_to_drop(drop), size, processes.device)
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_json(kept, found.to_dict())

@@ -15,7 +15,8 @@ def set_drop_path(model: nn.Module, rate: float, skip: int = 0, rule: str = "lin
     places: dict[nn.Module, list[str]] = {}
     for owner in model.modules():
         for name, child in owner.named_children():
-            if name.startswith("drop_path") and isinstance(child, kinds):
+            theirs = type(child).__name__.endswith("DropPath")  # each of Hugging Face's models has a class of its own
+            if name.startswith("drop_path") and (theirs or isinstance(child, kinds)):
                 places.setdefault(owner, []).append(name)
     for index, (owner, names) in enumerate(places.items()):
         own = rate

@@ -234,6 +234,17 @@ def test_every_parameter_has_a_gradient() -> None:
     assert not model.backbone.branch.weight.grad.any() and model.backbone.trunk[0].weight.grad.any()
 
 
+def test_objects_are_counted_over_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the other process has three times as many, a loss is divided by twice as much."""
+    model, (images, targets) = lively().train(), scenes()
+    alone = model(images, targets)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda count: count.mul_(4))
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    for name, loss in model(images, targets).items():
+        torch.testing.assert_close(2 * loss, alone[name], msg=name)
+
+
 def test_what_it_is_and_mistakes() -> None:
     model = PicoDet(StandIn(), 3)
     assert isinstance(model, DenseModel) and model.task == "detect" and not model.masks and model.num_classes == 3

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from linvit.models.backbones import make_backbone
-from linvit.models.dense import IGNORED
-from linvit.models.segmenters.mask2former import Mask2Former, per_process
+from linvit.models.dense import IGNORED, per_process
+from linvit.models.segmenters.mask2former import Mask2Former
 from tests.models.segmenters.pictures import CLASSES, Strided, ignored, shapes
 
 transformers = pytest.importorskip("transformers")
@@ -57,6 +57,22 @@ def test_an_image_without_labels_changes_no_other() -> None:
     torch.testing.assert_close(*losses)
 
 
+def test_positions_keep_their_digits_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 neighbouring rows of a large map would have one position."""
+    decoders = Mask2Former(Strided(), CLASSES, **SMALL).eval().decoders
+    seen = []
+    position = decoders.pixel_decoder.position_embedding
+    position.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    sides = zip(Strided().channels, (16, 8, 4, 2), strict=True)
+    maps = [torch.randn(1, channels, side, side).bfloat16() for channels, side in sides]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        decoders(maps)
+    assert seen == [torch.float32] * 3
+    with torch.no_grad():
+        decoders.bfloat16()(maps)
+    assert seen[3:] == [torch.bfloat16] * 3
+
+
 def test_scores_are_those_of_the_paper() -> None:
     torch.manual_seed(0)
     model = Mask2Former(Strided(), CLASSES, **SMALL).eval()
@@ -89,11 +105,11 @@ def test_classes_that_an_image_shows_are_its_masks(monkeypatch: pytest.MonkeyPat
 
 
 def test_masks_are_counted_over_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert per_process(0, torch.device("cpu")) == 1
+    assert per_process(torch.tensor(0)) == 1
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda count: count.add_(5))  # the other process has 5
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    assert per_process(3, torch.device("cpu")) == 4
+    assert per_process(torch.tensor(3)) == 4
 
 
 def test_parameters_are_those_published() -> None:

@@ -182,3 +182,28 @@ def test_mistakes_in_data(photos: Path, original: Path, tmp_path: Path) -> None:
         train(photos, recipe="finetune")
     with pytest.raises(LinvitError, match="--pyramid is of detectors"):
         train(photos, pyramid="simple")
+
+
+@WARNED
+def test_what_a_reader_makes_of_the_maps_is_learnt(photos: Path) -> None:
+    """In place of the maps themselves, which it gets all of, also of a plain ViT."""
+    model, asked = backbone(), list[int]()
+    torch.manual_seed(0)
+    neck = torch.nn.Conv2d(32, 3, 1).requires_grad_(False)
+
+    def reader(maps: list[torch.Tensor]) -> list[torch.Tensor]:
+        asked.append(len(maps))
+        return [neck(maps[0]), maps[1]]
+
+    settings = [*QUICK, "epochs=4", "stages.align.epochs=0", "stages.blocks.epochs=0", "stages.final.features=0"]
+    heard: list[dict[str, Any]] = []
+    found = linvit.train(
+        model, photos, plan="efficient", settings=settings, reader=reader, watch=heard.append, **HERE
+    ).last
+    before = next(record for record in heard if record["kind"] == "eval")
+    assert set(asked) == {2} and {"map1_cosine", "map2_cosine"} <= set(found)
+    assert 1 - found["map1_cosine"] < 0.8 * (1 - before["map1_cosine"])
+    assert found["map2_cosine"] > before["map2_cosine"]
+    classifier = backbone(num_classes=3)
+    with pytest.raises(LinvitError, match="a reader is of the task features, and this one is to classify"):
+        linvit.train(classifier, photos, plan="efficient", reader=reader, **HERE)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from linvit import LinvitError
 from linvit.tasks.segment.metrics import SegmentationMeter
@@ -53,21 +52,6 @@ def test_worked_out_by_hand() -> None:
     assert found.broken == 0
 
 
-def test_logits_are_resized_to_the_truth_and_padding_is_cut_off() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(2, 4, 8, 10)
-    truths = [torch.randint(4, (16, 20)), torch.randint(4, (9, 7))]
-    sizes = torch.tensor([[8, 10], [6, 5]])
-    meter, other = SegmentationMeter(NAMES), SegmentationMeter(NAMES)
-    meter.add(logits, truths, sizes)
-    for image, truth, (height, width) in zip(logits, truths, sizes.tolist(), strict=True):
-        whole = F.interpolate(image[None, :, :height, :width], truth.shape, mode="bilinear", align_corners=False)
-        other.add(whole.argmax(1), [truth])
-    np.testing.assert_array_equal(meter.state(), other.state())
-    with pytest.raises(LinvitError, match="give logits"):
-        meter.add(logits.argmax(1), truths)
-
-
 def test_several_processes_are_one() -> None:
     torch.manual_seed(0)
     chosen, truth = torch.randint(4, (4, 3, 5)), torch.randint(4, (4, 3, 5))
@@ -81,12 +65,9 @@ def test_several_processes_are_one() -> None:
     np.testing.assert_array_equal(merged.state(), whole.state())
 
 
-def test_what_is_not_finite_is_wrong() -> None:
-    logits = torch.zeros(1, 4, 2, 2)
-    logits[:, 1] = 1
-    logits[0, 0, 0, 0] = torch.nan
+def test_where_nothing_is_chosen_is_wrong() -> None:
     meter = SegmentationMeter(NAMES)
-    meter.add(logits, [torch.ones(2, 2, dtype=torch.uint8)])
+    meter.add([torch.tensor([[-1, 1], [1, 1]])], [torch.ones(2, 2, dtype=torch.uint8)])
     found = meter.compute()
     assert found.broken == 1 and found.per_class == {"road": 0.75}
     assert found.metrics() == {"mIoU": 0.75, "mAcc": 0.75, "pAcc": 0.75}
@@ -97,6 +78,8 @@ def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LinvitError, match="label 4, but there are 4 categories"):
         meter.add(torch.zeros(1, 2, 2, dtype=torch.long), [torch.full((2, 2), 4)])
     meter.add(torch.zeros(1, 2, 2, dtype=torch.long), [torch.full((2, 2), 255, dtype=torch.uint8)])
+    with pytest.raises(LinvitError, match=r"labels of \(2, 3\) do not fit the truth of \(2, 2\)"):
+        meter.add(torch.zeros(1, 2, 3, dtype=torch.long), [torch.zeros(2, 2)])
     with pytest.raises(LinvitError, match="no labelled pixel"):
         meter.compute()
     monkeypatch.setitem(sys.modules, "torchmetrics.classification", None)

@@ -39,8 +39,8 @@ class Adapter(nn.Module):
     """What is added to a plain ViT; `channels` of all four maps are the ViT's width.
 
     `every_stage` adds the ViT's tokens after each interaction to the map of that rank, as the released segmenters do;
-    their detectors, and the default, add the last to all. `drop_path` is that of the extractors' MLPs, which have
-    `mlp_ratio` of the width; with 0 there are none.
+    their detectors, and the default, add the last to all. `drop_path` is that of the extractors' MLPs but those of the
+    two that follow the last. MLPs have `mlp_ratio` of the width; with 0 there are none.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Adapter(nn.Module):
         self.prior = SpatialPrior(trunk.patch_embed.proj.in_channels, dim, stem_width)
         self.level_embed = nn.Parameter(torch.empty(len(STRIDES) - 1, dim))
 
-        def extractor() -> Extractor:
+        def extractor(drop_path: float = 0.0) -> Extractor:
             return Extractor(dim, DeformableAttention(dim, 1, heads, points, ratio), mlp_ratio, drop_path)
 
         self.injectors = nn.ModuleList(
             Injector(dim, DeformableAttention(dim, len(STRIDES) - 1, heads, points, ratio)) for _ in self.ends
         )
-        self.extractors = nn.ModuleList(extractor() for _ in self.ends)
+        self.extractors = nn.ModuleList(extractor(drop_path) for _ in self.ends)
         self.more_extractors = nn.ModuleList(extractor() for _ in range(2))
         self.up = nn.ConvTranspose2d(dim, dim, 2, stride=2)
         self.norms = nn.ModuleList(nn.BatchNorm2d(dim) for _ in STRIDES)

@@ -17,6 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from linvit.conversion.convert import convert, find_hosts, own_size
+from linvit.conversion.dry_run import channels_of
 from linvit.conversion.host import Host
 from linvit.conversion.opening import create_model
 from linvit.conversion.rebuilding import inner, parameters
@@ -100,7 +101,7 @@ def maps_of(trunk: Any, images: Tensor, indices: Sequence[int] | None = None, ma
 
 def try_sizes(name: str, twin: nn.Module, own: tuple[int, int]) -> Layout:
     """The layout of a trunk that is on the meta device; `own` is the size that it is built for."""
-    channels = getattr(inner(twin), "in_chans", 3)
+    channels = channels_of(inner(twin))
 
     def shapes(size: tuple[int, int]) -> list[tuple[int, ...]]:
         with torch.no_grad():

@@ -7,7 +7,7 @@ from the last stage; class logits and mask probabilities are means over the stag
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,11 @@ from linvit.models.dense import Target
 from linvit.models.detectors.rcnn import RCNN
 from linvit.models.detectors.regions import BoxPredictor, MaskPredictor, RoIAlign
 
-if TYPE_CHECKING:
-    from linvit.models.backbones import Backbone
-
 Maps = dict[str, Tensor]
 Shapes = list[tuple[int, int]]
 
 
-class Step(NamedTuple):
+class CascadeStep(NamedTuple):
     """What sets a stage apart: the IoU from which a proposal is an object, the scale of its deltas, its weight."""
 
     iou: float
@@ -37,17 +34,19 @@ class Step(NamedTuple):
 
 
 STEPS = (
-    Step(0.5, (0.1, 0.1, 0.2, 0.2), 1.0),
-    Step(0.6, (0.05, 0.05, 0.1, 0.1), 0.5),
-    Step(0.7, (0.033, 0.033, 0.067, 0.067), 0.25),
+    CascadeStep(0.5, (0.1, 0.1, 0.2, 0.2), 1.0),
+    CascadeStep(0.6, (0.05, 0.05, 0.1, 0.1), 0.5),
+    CascadeStep(0.7, (0.033, 0.033, 0.067, 0.067), 0.25),
 )
 
 
-class Stage(RoIHeads):
+class CascadeHead(RoIHeads):
     """One head of the cascade. Matching, sampling and coding are torchvision's, from the base; boxes do not depend on
     the class, and masks have no channel for the background."""
 
-    def __init__(self, step: Step, width: int, num_classes: int, strides: Sequence[int], hidden: int, **args: Any):
+    def __init__(
+        self, step: CascadeStep, width: int, num_classes: int, strides: Sequence[int], hidden: int, **args: Any
+    ):
         super().__init__(
             RoIAlign(7, strides),
             TwoMLPHead(width * 7**2, hidden),
@@ -111,7 +110,7 @@ class CascadeHeads(nn.Module):
     def __init__(self, num_classes: int, **args: Any) -> None:
         super().__init__()
         self.num_classes = num_classes
-        self.stages = nn.ModuleList(Stage(step, num_classes=num_classes, **args) for step in STEPS)
+        self.stages = nn.ModuleList(CascadeHead(step, num_classes=num_classes, **args) for step in STEPS)
 
     def forward(
         self, maps: Maps, proposals: list[Tensor], shapes: Shapes, targets: list[Target] | None = None
@@ -145,34 +144,9 @@ class CascadeHeads(nn.Module):
 
 
 class CascadeMaskRCNN(RCNN):
-    """Arguments as for Faster R-CNN; each stage learns from `samples` proposals."""
+    """Each stage learns from `samples` proposals."""
 
     masks = True
 
-    def __init__(
-        self,
-        backbone: "Backbone",
-        num_classes: int = 80,
-        *,
-        width: int = 256,
-        anchor_sizes: Sequence[int] = (32, 64, 128, 256, 512),
-        anchor_ratios: Sequence[float] = (0.5, 1.0, 2.0),
-        proposals: int = 1000,
-        samples: int = 512,
-        hidden: int = 1024,
-        score_threshold: float = 0.05,
-        nms_threshold: float = 0.5,
-        detections: int = 100,
-    ) -> None:
-        pyramid: dict[str, Any] = {"anchor_sizes": anchor_sizes, "anchor_ratios": anchor_ratios, "proposals": proposals}
-        super().__init__(backbone, num_classes, width=width, **pyramid)
-        self.roi_heads = CascadeHeads(
-            num_classes,
-            width=width,
-            strides=backbone.strides,
-            hidden=hidden,
-            batch_size_per_image=samples,
-            score_thresh=score_threshold,
-            nms_thresh=nms_threshold,
-            detections_per_img=detections,
-        )
+    def make_heads(self, width: int, hidden: int, **limits: Any) -> nn.Module:
+        return CascadeHeads(self.num_classes, width=width, strides=self.backbone.strides, hidden=hidden, **limits)

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torchvision.ops import batched_nms, generalized_box_iou_loss
 
 from linvit.errors import LinvitError, unknown
-from linvit.models.dense import DenseModel, Target, sizes_of
+from linvit.models.backbones.maps import inside, places
+from linvit.models.dense import DenseModel, Target, per_process, sizes_of
 from linvit.models.detectors.csp_pan import CSPPAN, Separable
 from linvit.models.detectors.losses import distribution_focal_loss, paired_iou, varifocal_loss
 from linvit.models.detectors.simota import assign
@@ -80,10 +81,10 @@ class PicoDet(DenseModel):
             raise LinvitError("PicoDet learns from targets: give them, or call eval() to detect")
         height, width = images.shape[-2:]
         sizes = sizes_of(images, targets)
-        grids = [(-(-height // stride), -(-width // stride)) for stride in STRIDES]
+        grids = [places((height, width), stride) for stride in STRIDES]
         padding: list[Tensor | None] = [None] * len(STRIDES)
         if sizes is not None:
-            padding = [outside(sizes, stride, grid) for stride, grid in zip(STRIDES, grids, strict=True)]
+            padding = [~inside(sizes, stride, grid) for stride, grid in zip(STRIDES, grids, strict=True)]
         unused, *maps = self.backbone(images, sizes)
         logits, distances = self.head(self.neck(maps, padding[:-1]), padding)
         cells = Cells(grids, padding, logits)
@@ -95,13 +96,6 @@ class PicoDet(DenseModel):
         ends = [(height, width)] * len(images) if sizes is None else sizes.tolist()
         scores = logits.sigmoid() * cells.usable[..., None]
         return [detections(*each, cells) for each in zip(scores, boxes, ends, strict=True)]
-
-
-def outside(sizes: Tensor, stride: int, grid: tuple[int, int]) -> Tensor:
-    """Which cells show nothing of their image, `(batch, 1, height, width)`."""
-    rows, columns = (torch.arange(side, device=sizes.device) * stride for side in grid)
-    below, beyond = rows >= sizes[:, :1], columns >= sizes[:, 1:]
-    return (below[:, :, None] | beyond[:, None])[:, None]
 
 
 class Cells:
@@ -139,11 +133,11 @@ def losses(
     quality.scatter_(-1, labels[..., None], (paired_iou(boxes.detach(), truths) * positive)[..., None])
     score = varifocal_loss(logits, quality).sum(-1) * cells.usable
     weight = logits.detach().sigmoid().amax(-1) * positive
-    weight = weight / weight.sum().clamp(min=1)
+    weight = weight / per_process(weight.sum())
     box = generalized_box_iou_loss(boxes, truths)
     distance = distribution_focal_loss(distances, cells.sides(truths)).mean(-1)
     return {
-        "score": score.sum() / positive.sum().clamp(min=1),
+        "score": score.sum() / per_process(positive.sum()),
         "box": BOX_WEIGHT * (weight * box).sum(),
         "distance": DISTANCE_WEIGHT * (weight * distance).sum(),
     }

@@ -33,20 +33,28 @@ if TYPE_CHECKING:
 
 
 class RCNN(DenseModel):
-    """A backbone, a pyramid, proposals, and `roi_heads` that judge them; what the kinds of R-CNN share."""
+    """A backbone, a pyramid, proposals, and heads that judge them; what the kinds of R-CNN share.
+
+    `width` is the pyramid's and the mask heads', `hidden` the box heads'. In evaluation the best `proposals` of an
+    image go to the heads; in training twice as many are made, and `samples` of them learned from. At most `detections`
+    above `score_threshold` are given."""
 
     task = "detect"
-    roi_heads: nn.Module  # as torchvision's RoIHeads: maps, proposals, sizes and targets to detections and losses
 
     def __init__(
         self,
         backbone: "Backbone",
-        num_classes: int,
+        num_classes: int = 80,
         *,
-        width: int,
-        anchor_sizes: Sequence[int],
-        anchor_ratios: Sequence[float],
-        proposals: int,
+        width: int = 256,
+        anchor_sizes: Sequence[int] = (32, 64, 128, 256, 512),
+        anchor_ratios: Sequence[float] = (0.5, 1.0, 2.0),
+        proposals: int = 1000,
+        samples: int = 512,
+        hidden: int = 1024,
+        score_threshold: float = 0.05,
+        nms_threshold: float = 0.5,
+        detections: int = 100,
     ) -> None:
         super().__init__()
         self.backbone, self.num_classes = backbone, num_classes
@@ -65,6 +73,19 @@ class RCNN(DenseModel):
             post_nms_top_n={"training": 2 * proposals, "testing": proposals},
             nms_thresh=0.7,
         )
+        self.roi_heads = self.make_heads(
+            width,
+            hidden,
+            batch_size_per_image=samples,
+            score_thresh=score_threshold,
+            nms_thresh=nms_threshold,
+            detections_per_img=detections,
+        )
+
+    def make_heads(self, width: int, hidden: int, **limits: Any) -> nn.Module:
+        """What judges proposals, as torchvision's RoIHeads: maps, proposals, sizes and targets to detections and
+        losses."""
+        raise NotImplementedError
 
     def parts(self) -> dict[str, list[nn.Module]]:
         return {"backbone": [self.backbone], "neck": [self.neck], "head": [self.rpn, self.roi_heads]}
@@ -99,47 +120,24 @@ class RCNN(DenseModel):
 
 
 class FasterRCNN(RCNN):
-    """`width` is the pyramid's and the mask head's, `hidden` the box head's. In evaluation the best `proposals` of an
-    image go to the heads; in training twice as many are made, and `samples` of them learned from. At most `detections`
-    above `score_threshold` are given."""
-
-    def __init__(
-        self,
-        backbone: "Backbone",
-        num_classes: int = 80,
-        *,
-        width: int = 256,
-        anchor_sizes: Sequence[int] = (32, 64, 128, 256, 512),
-        anchor_ratios: Sequence[float] = (0.5, 1.0, 2.0),
-        proposals: int = 1000,
-        samples: int = 512,
-        hidden: int = 1024,
-        score_threshold: float = 0.05,
-        nms_threshold: float = 0.5,
-        detections: int = 100,
-    ) -> None:
-        pyramid: dict[str, Any] = {"anchor_sizes": anchor_sizes, "anchor_ratios": anchor_ratios, "proposals": proposals}
-        super().__init__(backbone, num_classes, width=width, **pyramid)
-        masks: dict[str, nn.Module] = {}
+    def make_heads(self, width: int, hidden: int, **limits: Any) -> nn.Module:
+        strides, masks = self.backbone.strides, dict[str, nn.Module]()
         if self.masks:
             masks = {
-                "mask_roi_pool": RoIAlign(14, backbone.strides),
+                "mask_roi_pool": RoIAlign(14, strides),
                 "mask_head": MaskRCNNHeads(width, (width,) * 4, dilation=1),
-                "mask_predictor": MaskPredictor(width, width, num_classes + 1),
+                "mask_predictor": MaskPredictor(width, width, self.num_classes + 1),
             }
-        self.roi_heads = RoIHeads(
-            RoIAlign(7, backbone.strides),
+        return RoIHeads(
+            RoIAlign(7, strides),
             TwoMLPHead(width * 7**2, hidden),
-            BoxPredictor(hidden, num_classes),
+            BoxPredictor(hidden, self.num_classes),
             fg_iou_thresh=0.5,
             bg_iou_thresh=0.5,
-            batch_size_per_image=samples,
             positive_fraction=0.25,
             bbox_reg_weights=(10.0, 10.0, 5.0, 5.0),
-            score_thresh=score_threshold,
-            nms_thresh=nms_threshold,
-            detections_per_img=detections,
             **masks,
+            **limits,
         )
 
 

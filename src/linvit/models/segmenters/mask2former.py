@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from transformers import Mask2FormerConfig
 from transformers.models.mask2former.modeling_mask2former import (
     Mask2FormerLoss,
@@ -20,7 +20,7 @@ from transformers.models.mask2former.modeling_mask2former import (
 )
 
 from linvit.attention.precision import outside_autocast
-from linvit.models.dense import IGNORED, Target
+from linvit.models.dense import IGNORED, Target, per_process
 from linvit.models.segmenters.base import Segmenter, resize
 
 if TYPE_CHECKING:
@@ -120,7 +120,10 @@ class Decoders(Mask2FormerPreTrainedModel):
 
     def forward(self, maps: list[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
         """The logits of each layer's classes, `(batch, queries, classes + 1)`, and of its masks at stride 4."""
-        pixels = self.pixel_decoder(maps)
+        own = (
+            self.pixel_decoder.level_embed.dtype
+        )  # positions are made in the maps' dtype, which autocast may have lowered
+        pixels = self.pixel_decoder([each.to(torch.promote_types(each.dtype, own)) for each in maps])
         answers = self.query_decoder(pixels.multi_scale_features, pixels.mask_features)
         classes = [self.classifier(states.transpose(0, 1)) for states in answers.intermediate_hidden_states]
         return classes, answers.masks_queries_logits
@@ -129,7 +132,7 @@ class Decoders(Mask2FormerPreTrainedModel):
         """The losses of all layers, by kind. An image without a judged pixel adds nothing."""
         shown = [present(row) for row in labels]
         truths = [(row == these[:, None, None]).float() for row, these in zip(labels, shown, strict=True)]
-        count: Any = per_process(sum(len(these) for these in shown), labels.device)
+        count: Any = per_process(torch.tensor(sum(len(these) for these in shown), device=labels.device))
         judged = [image for image, these in enumerate(shown) if len(these)]
         found: dict[str, list[Tensor]] = {kind: [] for kind in WEIGHTS}
         for said, drawn in zip(classes, masks, strict=True):
@@ -148,12 +151,3 @@ def present(labels: Tensor) -> Tensor:
     """The classes that an image shows."""
     values = labels.unique()
     return values[values != IGNORED]
-
-
-def per_process(count: int, device: torch.device) -> Tensor:
-    """The mean of a count over all processes, one at least."""
-    mean = torch.tensor(float(count), device=device)
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.all_reduce(mean)
-        mean /= distributed.get_world_size()
-    return mean.clamp(min=1)

@@ -60,7 +60,7 @@ def refusal(model: nn.Module, size: tuple[int, int], channels: int) -> str | Non
     training = model.training
     try:
         model.eval()(torch.zeros(1, channels, *size, device=like.device, dtype=like.dtype))
-    except (AssertionError, RuntimeError, ValueError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         return reason(error)
     finally:
         model.train(training)

@@ -5,26 +5,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linvit.conversion.saving import label_names, note, noted
 from linvit.errors import LinvitError
 from linvit.images import Progress, quiet
+from linvit.models.backbones.adapter import Adapter
 from linvit.models.dense import DenseModel, Target
 from linvit.tasks.dense.loading import Batch, DenseSource
 from linvit.tasks.dense.samples import Samples, match_categories
-from linvit.tasks.dense.transforms import TransformSettings, to_original
+from linvit.tasks.dense.transforms import TransformSettings, label_map, to_original
 from linvit.tasks.detect.metrics import DetectionMeter, DetectionMetrics
 from linvit.tasks.fitting import Fitting
 from linvit.tasks.segment.metrics import SegmentationMeter, SegmentationMetrics
 from linvit.training import Config, Output, Phase, Processes, Task, make_processes
+from linvit.training.drop_path import set_drop_path
 from linvit.training.engine.phases import repeatable
 from linvit.training.objectives.stages import make_dense_phases
 
 BEST = {"detect": "mAP", "segment": "mIoU"}
 MODES = {"square": "squash", "longest": "border", "shortest": "center"}  # timm's words for how images are resized
-LONGEST = 1333 / 800  # of images that are resized by their shorter side, the longer one at most
+# Of images that are resized by their shorter side, the longer one at most: as on COCO and on ADE20K.
+LONGEST = {"detect": 1333 / 800, "segment": 2048 / 512}
 Metrics = DetectionMetrics | SegmentationMetrics
 
 
@@ -50,14 +54,11 @@ class DenseTask(Task):
             raise LinvitError("there is no validation set to evaluate on")
         meter = self.meter(model)
         for images, targets in self.source.epoch(0):
-            answers = model(images, targets)
-            if isinstance(meter, DetectionMeter):
-                found = [to_original(one, target) for one, target in zip(answers, targets, strict=True)]
-                meter.add(found, [{**target, "size": target["original"]} for target in targets])
-            else:
-                found = [to_original(one.float(), target) for one, target in zip(answers, targets, strict=True)]
-                for one, target in zip(found, targets, strict=True):
-                    meter.add(one[None], [target["labels"]])
+            for answer, target in zip(model(images, targets), targets, strict=True):
+                if isinstance(meter, DetectionMeter):
+                    meter.add([to_original(answer, target)], [{**target, "size": target["original"]}])
+                else:
+                    meter.add([label_map(answer, target)], [target["labels"]])
         for rank, state in enumerate(self.processes.gather_objects(meter.state())):
             if rank != self.processes.rank:
                 meter.merge(state)
@@ -147,6 +148,15 @@ class DenseFitting(Fitting):
         splits, names = (train, validation), label_names(model)
         self.assemble(model, self.task, splits, classes=names, loaders=["dense"], teacher=teacher)
 
+    def prepare_model(self, model: Any) -> None:
+        """The extractors of an adapter have the whole of the recipe's drop path each, as in its authors' code; over
+        several GPUs batch norm sees the images of all, of which each has few."""
+        super().prepare_model(model)
+        if isinstance(model.backbone.pyramid, Adapter):
+            set_drop_path(model.backbone.pyramid.extractors, self.config.drop_path, rule="constant")
+        if self.processes.world > 1 and self.processes.device.type == "cuda":
+            convert_sync_batchnorm(model)
+
     def evaluate(self, model: nn.Module | None = None) -> Metrics:
         """How good the trained weights, or another model, are on the validation set, in the recipe's precision."""
         with repeatable(self.config.deterministic), torch.no_grad(), self.processes.autocast():
@@ -168,14 +178,14 @@ def match_names(model: DenseModel, sets: DenseSets) -> tuple[Samples, Samples | 
     return train, match_categories(sets.validation, names) if sets.validation is not None else None
 
 
-def settings_of(model: nn.Module, config: Config) -> TransformSettings:
+def settings_of(model: DenseModel, config: Config) -> TransformSettings:
     """How images come to the model by this recipe."""
     known = noted(model)
     size = config.size or known["input_size"][-1]
     return TransformSettings(
         size=size,
         resize=config.resize,
-        longest=round(LONGEST * size) if config.resize == "shortest" else None,
+        longest=round(LONGEST[model.task] * size) if config.resize == "shortest" else None,
         sizes=config.multiscale,
         scale_jitter=None if config.scale_jitter == (1.0, 1.0) else config.scale_jitter,
         flip=config.flip,
@@ -185,7 +195,7 @@ def settings_of(model: nn.Module, config: Config) -> TransformSettings:
     )
 
 
-def trained_settings(model: nn.Module, size: int | None = None) -> TransformSettings:
+def trained_settings(model: DenseModel, size: int | None = None) -> TransformSettings:
     """How images came to the model in its training, for judging and using it."""
     mode = noted(model).get("crop_mode")
     resize = next((name for name, word in MODES.items() if word == mode), "square")

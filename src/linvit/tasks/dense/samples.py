@@ -127,11 +127,6 @@ class DetectSamples(Samples):
         labels = np.asarray(places, dtype=np.int64)[self.objects.labels]
         return replace(self, categories=categories, objects=replace(self.objects, labels=labels))
 
-    def annotated(self) -> "DetectSamples":
-        """Only the images with an object to learn: one that is no crowd."""
-        rows = [row for row in self.rows if not self.objects.iscrowd[row.first : row.last].all()]
-        return replace(self, rows=rows)
-
 
 @dataclass(eq=False)
 class SegmentSamples(Samples):

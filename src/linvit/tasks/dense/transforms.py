@@ -22,6 +22,7 @@ from linvit.tasks.dense.samples import Sample
 
 RESIZES = ("square", "longest", "shortest")
 LEAST = 1.0  # pixels that a box must be wide and tall to be learnt
+AT_ONCE = 2**27  # pixels of maps that are brought to an image's size together, half a gigabyte
 BRIGHTNESS, CONTRAST, SATURATION, HUE = (0.875, 1.125), (0.5, 1.5), (0.5, 1.5), (-0.05, 0.05)  # as SSD varies colours
 
 Parts = dict[str, Tensor]  # image, boxes and masks of a sample, as torchvision's tensors that know what they are
@@ -34,8 +35,8 @@ class TransformSettings:
     `resize` says how an image comes to `size`: `square` gives both sides that size, whatever the image's shape;
     `longest` its longer side, and `shortest` its shorter one, but the longer one `longest` at most. In training a size
     is drawn from `sizes`, if there are any. `scale_jitter` multiplies it by a factor between two, and cuts at random
-    what is then larger than `size`. A box of which less than `min_visible` is left is not learnt, nor one that is
-    less than a pixel wide or tall. `photometric` varies brightness, contrast, saturation and hue as SSD does."""
+    what is then larger than `size`. A box of which less than a pixel is left in width or height is not learnt.
+    `photometric` varies brightness, contrast, saturation and hue as SSD does."""
 
     size: int = 512
     resize: str = "square"
@@ -44,7 +45,6 @@ class TransformSettings:
     scale_jitter: tuple[float, float] | None = None
     flip: float = 0.5
     photometric: bool = False
-    min_visible: float = 0.0
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
@@ -94,7 +94,6 @@ class TrainTransform:
         height, width = F.get_size(parts["image"])
         wanted = settings.resized(height, width, size, factor)
         parts = each(parts, lambda part: resize(part, wanted))
-        whole = parts.get("boxes")
         if settings.scale_jitter is not None:
             cut = draw_cut(wanted, settings.size)
             parts = each(parts, lambda part: F.crop(part, *cut))
@@ -104,10 +103,10 @@ class TrainTransform:
             parts["image"] = distort(parts["image"])
         image = parts["image"].as_subclass(Tensor)
         target: Target = {"size": torch.tensor(image.shape[-2:])}
-        if whole is None:
+        if "boxes" not in parts:
             return image, {**target, "labels": parts["masks"][0].as_subclass(Tensor).long()}
         boxes = parts["boxes"].as_subclass(Tensor)
-        kept = learnable(boxes, areas(whole.as_subclass(Tensor)), settings.min_visible)
+        kept = (boxes[:, 2:] - boxes[:, :2] >= LEAST).all(1)
         target |= {"boxes": boxes, "labels": labels}
         if "masks" in parts:
             target["masks"] = parts["masks"].as_subclass(Tensor)
@@ -163,8 +162,28 @@ def stretch(maps: Tensor, target: Target) -> Tensor:
     if maps.is_floating_point():
         flat = functional.interpolate(flat, size, mode="bilinear", align_corners=False)
     else:
-        flat = functional.interpolate(flat.float(), size, mode="nearest-exact").to(maps.dtype)
+        few = flat.split(at_once(target), dim=1)
+        flat = torch.cat([functional.interpolate(f.float(), size, mode="nearest-exact").to(f.dtype) for f in few], 1)
     return flat.reshape(*maps.shape[:-2], *size)
+
+
+def label_map(logits: Tensor, target: Target) -> Tensor:
+    """The class with the largest logit at each pixel of the original, `(height, width)`; −1 where not all are finite.
+    Logits are `(classes, height, width)`, and a few of them are brought to that size at a time."""
+    best = logits.new_full(target["original"].tolist(), -torch.inf, dtype=torch.float32)
+    labels, known = torch.zeros_like(best, dtype=torch.int64), torch.ones_like(best, dtype=torch.bool)
+    first = 0
+    for few in logits.split(at_once(target)):
+        found = stretch(few.float(), target)
+        value, place = found.max(0)
+        labels = torch.where(value > best, place + first, labels)
+        best, known, first = torch.maximum(value, best), known & found.isfinite().all(0), first + len(few)
+    return labels.masked_fill(~known, -1)
+
+
+def at_once(target: Target) -> int:
+    """How many maps are brought to the original's size together."""
+    return max(1, AT_ONCE // int(target["original"].prod()))
 
 
 def parts_of(sample: Sample) -> tuple[Parts, Tensor]:
@@ -198,16 +217,6 @@ def draw_cut(size: Size, most: int) -> tuple[int, int, int, int]:
     height, width = (min(side, most) for side in size)
     top, left = (int(torch.randint(side - kept + 1, ())) for side, kept in zip(size, (height, width), strict=True))
     return top, left, height, width
-
-
-def learnable(boxes: Tensor, whole: Tensor, min_visible: float) -> Tensor:
-    """Of which boxes enough is left."""
-    sides = boxes[:, 2:] - boxes[:, :2]
-    return (sides >= LEAST).all(1) & (areas(boxes) >= min_visible * whole)
-
-
-def areas(boxes: Tensor) -> Tensor:
-    return (boxes[:, 2:] - boxes[:, :2]).prod(1)
 
 
 def distort(image: Tensor) -> Tensor:

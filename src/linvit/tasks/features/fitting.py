@@ -18,7 +18,7 @@ from linvit.tasks.features.metrics import FeatureEvaluation, Gallery, collect, c
 from linvit.tasks.fitting import Fitting
 from linvit.training import BatchSource, Config, Output, Phase, Processes, Task, make_processes
 from linvit.training.engine.phases import repeatable
-from linvit.training.objectives.final import final_features, teacher_features
+from linvit.training.objectives.final import Reader, final_features, teacher_features
 from linvit.training.objectives.stages import make_phases
 from linvit.training.objectives.teacher import Teacher
 
@@ -33,8 +33,14 @@ class FeatureTask(Task):
 
     best = "cosine"
 
-    def __init__(self, source: BatchSource | None, gallery: BatchSource | None = None, teacher: Teacher | None = None):
-        self.source, self.gallery, self.teacher = source, gallery, teacher
+    def __init__(
+        self,
+        source: BatchSource | None,
+        gallery: BatchSource | None = None,
+        teacher: Teacher | None = None,
+        reader: Reader | None = None,
+    ) -> None:
+        self.source, self.gallery, self.teacher, self.reader = source, gallery, teacher, reader
         self.best = "cosine" if source is not None else ""
         self.known: Gallery | None = None  # the teacher's
 
@@ -45,8 +51,8 @@ class FeatureTask(Task):
         training = model.training
         model.eval()
         found: dict[str, Any] = {}
-        ask = partial(final_features, model)
-        asked = None if self.teacher is None else partial(teacher_features, self.teacher)
+        ask = partial(final_features, model, reader=self.reader)
+        asked = None if self.teacher is None else partial(teacher_features, self.teacher, reader=self.reader)
         try:
             theirs: Gallery | None = None
             if asked is not None:
@@ -82,6 +88,7 @@ class FeatureFitting(Fitting):
         config: Config,
         *,
         teacher: nn.Module | None = None,
+        reader: Reader | None = None,
         processes: Processes | None = None,
         output: Output | None = None,
         phases: list[Phase] | None = None,
@@ -94,7 +101,7 @@ class FeatureFitting(Fitting):
         check_recipe(config)
         if phases is None:
             self.prepare(model, teacher, preprocessing)
-            phases = make_phases(config, model, teacher, labelled=False)
+            phases = make_phases(config, model, teacher, labelled=False, reader=reader)
         self.phases = phases
         if validation is not None:
             self.note(validation.note)
@@ -105,7 +112,7 @@ class FeatureFitting(Fitting):
         self.checks = sets.source(validation, *place) if validation is not None else None
         self.gallery = sets.source(train, *place) if known_labels(train, validation) else None
         asked = None if teacher is None else Teacher(teacher, student=model, precision=processes.precision)
-        self.task = FeatureTask(self.checks, self.gallery, asked)
+        self.task = FeatureTask(self.checks, self.gallery, asked, reader)
         loaders = [type(source).__name__.lower() for source in (self.source, self.checks) if source is not None]
         if self.output.models:
             note(model, crop_pct=preprocessing.crop, input_size=(len(preprocessing.mean), *preprocessing.size))

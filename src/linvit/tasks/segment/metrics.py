@@ -8,7 +8,7 @@ mIoU and mAcc are means over classes. As in mmsegmentation, a class counts for m
 it, and for mAcc where pixels have it. Pixels of label 255 are not judged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,36 +74,17 @@ class SegmentationMeter:
             len(self.categories) + 1, ignore_index=IGNORED, validate_args=False
         )
 
-    def add(self, predictions: Tensor, truths: Sequence[Tensor], sizes: Tensor | None = None) -> None:
-        """Judge a batch. `predictions` are logits `(batch, classes, height, width)`, or labels `(batch, height,
-        width)`; `truths` the labels of each image, `(height, width)`. Where they have another size, as the original
-        images do, logits are resized to it. `sizes`, height and width of each image without padding, cut it off."""
-        self.counts.to(predictions.device)
-        for index, truth in enumerate(truths):
+    def add(self, predictions: Iterable[Tensor], truths: Iterable[Tensor]) -> None:
+        """Judge some images by the label of each pixel, `(height, width)`, that was chosen and that is true. What is no
+        category counts as nothing chosen."""
+        for found, truth in zip(predictions, truths, strict=True):
             self.refuse_strangers(truth)
-            found = predictions[index]
-            if sizes is not None:
-                height, width = sizes[index].tolist()
-                found = found[..., :height, :width]
-            chosen = self.choose(found, truth.shape[-2:])
-            self.counts.update(chosen, truth.to(predictions.device, torch.long))
-
-    def choose(self, found: Tensor, size: Sequence[int]) -> Tensor:
-        """The class chosen for each pixel; one more than there are where it is none of them."""
-        if found.ndim == 3:
-            logits = found.float()
-            if logits.shape[-2:] != torch.Size(size):
-                logits = F.interpolate(logits[None], (size[0], size[1]), mode="bilinear", align_corners=False)[0]
-            chosen = logits.argmax(0)
-            known = logits.isfinite().all(0)
-        else:
-            if found.shape != torch.Size(size):
-                raise LinvitError(
-                    f"predicted labels of {tuple(found.shape)} do not fit the truth of {tuple(size)}: give logits"
-                )
-            chosen = found.long()
-            known = (chosen >= 0) & (chosen < len(self.categories))
-        return torch.where(known, chosen, len(self.categories))
+            if found.shape != truth.shape:
+                given = f"predicted labels of {tuple(found.shape)} do not fit the truth of {tuple(truth.shape)}"
+                raise LinvitError(f"{given}: bring them to its size")
+            known = (found >= 0) & (found < len(self.categories))
+            chosen = torch.where(known, found.long(), len(self.categories))
+            self.counts.to(found.device).update(chosen, truth.to(found.device, torch.long))
 
     def refuse_strangers(self, truth: Tensor) -> None:
         strange = truth[(truth != IGNORED) & ((truth < 0) | (truth >= len(self.categories)))]

@@ -5,10 +5,14 @@ or what the model pools; of a pyramid also the maps of the stages before. Each i
 
     loss = mean over patches, image and maps of (1 − cosine) + relative error
 
+What reads the maps, a segmenter's neck say, may be asked too: a `reader` takes all of a model's maps, from the finest,
+and what it makes of them is compared in their place.
+
 No label is read. The outputs of the blocks can be matched beside it, with a weight. Matching those or the layers alone
 leaves what a reader sees to chance; the final features are what all of it is for.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linvit.conversion.dry_run import image_part, without_head
 from linvit.conversion.grids import prefix_tokens, stem
 from linvit.conversion.rebuilding import hugging
 from linvit.errors import LinvitError
@@ -24,10 +29,12 @@ from linvit.training.objectives.alignment import hosts_to_align
 from linvit.training.objectives.distillation import Distance
 from linvit.training.objectives.teacher import Activations, Teacher
 
+Reader = Callable[[list[Tensor]], Sequence[Tensor]]  # from maps (batch, channels, height, width) to such maps
+
 
 class Features(NamedTuple):
     """Of the patches `(batch, patches, channels)`, of the image `(batch, channels)`, and of the places in a pyramid's
-    earlier maps, as of patches."""
+    earlier maps, or in those that a reader makes, as of patches."""
 
     patches: Tensor
     image: Tensor
@@ -38,18 +45,21 @@ class Features(NamedTuple):
         return list(zip((self.patches, self.image, *self.maps), (other.patches, other.image, *other.maps), strict=True))
 
 
-def final_features(model: Any, images: Tensor) -> Features:
+def final_features(model: Any, images: Tensor, reader: Reader | None = None) -> Features:
     """What a backbone gives: the features before the classifier, if there is one. Class and register tokens are no
     patches; the image's feature is what the model itself pools, or without that the class token or the mean."""
     pooled: Any
     maps: list[Tensor] = []
     if hugging(model):
-        found = model.base_model(images)
+        part: Any = image_part(model)
+        found = (without_head(model) if part is model else part)(images)
         tokens, pooled = getattr(found, "last_hidden_state", None), getattr(found, "pooler_output", None)
-        prefix = next((prefix_tokens(owner) for owner in model.modules() if stem(owner) is not None), 0)
+        maps = list(getattr(found, "fpn_hidden_states", None) or ())  # what SAM 2's decoder reads
+        prefix = next((prefix_tokens(owner) for owner in part.modules() if stem(owner) is not None), 0)
     elif hasattr(model, "forward_features") and hasattr(model, "forward_head"):
-        if is_pyramid(model):
+        if is_pyramid(model) or (reader is not None and hasattr(model, "forward_intermediates")):
             tokens, maps = model.forward_intermediates(images)
+            maps = maps if reader is not None else maps[:-1]
         else:
             tokens = model.forward_features(images)
         pooled, prefix = model.forward_head(tokens, pre_logits=True), first_tokens(model)
@@ -58,7 +68,7 @@ def final_features(model: Any, images: Tensor) -> Features:
     if not isinstance(tokens, Tensor) or tokens.ndim not in (3, 4):
         raise no_features(model)
     if tokens.ndim == 4:
-        width, prefix = getattr(model, "num_features", None), 0
+        width, prefix = width_of(model), 0
         last = tokens.shape[-1] == width and (tokens.shape[1] != width or getattr(model, "output_fmt", "") == "NHWC")
         tokens = tokens.flatten(1, 2) if last else tokens.flatten(2).transpose(1, 2)
     patches = tokens[:, prefix:]
@@ -68,7 +78,18 @@ def final_features(model: Any, images: Tensor) -> Features:
         pooled = torch.stack([part for part in pooled if isinstance(part, Tensor)]).mean(0)
     if not isinstance(pooled, Tensor) or pooled.ndim != 2:
         pooled = tokens[:, 0] if prefix else patches.mean(1)
-    return Features(patches, pooled, tuple(found.flatten(2).transpose(1, 2) for found in maps[:-1]))
+    if reader is not None:
+        if not maps:
+            raise LinvitError(f"{type(model).__name__} gives no maps for a reader: take a backbone of timm that does")
+        maps = list(reader(maps))
+    return Features(patches, pooled, tuple(found.flatten(2).transpose(1, 2) for found in maps))
+
+
+def width_of(model: Any) -> int | None:
+    """The channels of the last map, where a model may put them last: timm says it, of Hugging Face's SAM 2 does so."""
+    config = getattr(model, "config", None)
+    stages = getattr(getattr(config, "backbone_config", config), "embed_dim_per_stage", None)
+    return stages[-1] if stages else getattr(model, "num_features", None)
 
 
 def is_pyramid(model: nn.Module) -> bool:
@@ -90,9 +111,9 @@ def no_features(model: nn.Module) -> LinvitError:
     return LinvitError(f"{kind} gives no features of patches: take a ViT or another backbone of timm or transformers")
 
 
-def teacher_features(teacher: Teacher, images: Tensor) -> Features:
+def teacher_features(teacher: Teacher, images: Tensor, reader: Reader | None = None) -> Features:
     """What a teacher gives for images that are normalised for the student."""
-    return teacher.output(images, partial(final_features, teacher.model))
+    return teacher.output(images, partial(final_features, teacher.model, reader=reader))
 
 
 def cosines(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -111,8 +132,10 @@ class FinalAlignment(Objective):
     teacher: Teacher
     distance: Distance
 
-    def __init__(self, teacher: Teacher, student: nn.Module, *, blocks: float = 0.0) -> None:
-        self.teacher, self.distance, self.weight = teacher, Distance(), blocks
+    def __init__(
+        self, teacher: Teacher, student: nn.Module, *, blocks: float = 0.0, reader: Reader | None = None
+    ) -> None:
+        self.teacher, self.distance, self.weight, self.reader = teacher, Distance(), blocks, reader
         self.blocks: list[str] = []
         if blocks:
             hosts_to_align(teacher.model, student)
@@ -123,8 +146,8 @@ class FinalAlignment(Objective):
         images = images_of(batch)[0]
         for recorded in self.activations:
             recorded.record()
-        wanted = teacher_features(self.teacher, images)
-        given = final_features(model, images)
+        wanted = teacher_features(self.teacher, images, self.reader)
+        given = final_features(model, images, self.reader)
         pairs = given.pairs(wanted)
         alike = torch.stack([cosines(one, other).mean() for one, other in pairs])
         apart = torch.stack([self.distance(one, other) for one, other in pairs])

@@ -13,7 +13,7 @@ Blocks that add their parts to the stream in another way than `x + attn(norm1(x)
 a layer scale, are told by trying it on the teacher: there the original's output is wanted, and the MLP stays.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,10 @@ from linvit.training.objectives.teacher import Activations, Teacher, first_tenso
 RIDGE = 1.0  # of the mean square of what goes into the map
 CHUNK = 2**15  # rows at once
 FEW = 2  # images to find out on how a block adds up
+# What timm, first, and Hugging Face's models call the parts of a block, and the linear maps that these end in.
+ATTENTION_ENDS, MLP_ENDS = ("proj", "o_proj", "out_proj", "projection"), ("fc2", "down_proj", "lin2", "proj_out")
+NORMS, MLPS = ("norm2", "layernorm_after", "layer_norm2", "rms_norm2"), ("mlp", "ffn")
+SCALES = ("ls1", "layer_scale1"), ("ls2", "layer_scale2")
 ROOM = 0.25, 4 * 2**30  # what the pass may take: of a GPU's memory this share, on the CPU so many bytes
 
 
@@ -55,7 +59,7 @@ def fit_projections(
         found.append(images_of(batch)[0])
         if sum(map(len, found)) >= images:
             break
-    hosts = [n for n in hosts_to_align(teacher.model, student) if linear_in(student.get_submodule(n), "proj")]
+    hosts = [n for n in hosts_to_align(teacher.model, student) if linear_in(student.get_submodule(n), ATTENTION_ENDS)]
     if not found:
         return hosts
     picked = torch.cat(found)[:images]
@@ -83,7 +87,7 @@ def recorded(teacher: Teacher, inputs: list[str], outputs: list[str], images: Te
         activations.record()
         teacher.output(images)
         calls, found = activations.take()
-    return {**{f">{name}": args[0] for name, (args, _) in calls.items()}, **found}
+    return {**{f">{name}": next(iter((*args, *named.values()))) for name, (args, named) in calls.items()}, **found}
 
 
 def room_for(seen: dict[str, Tensor], images: int, device: torch.device) -> int:
@@ -99,18 +103,24 @@ def places_of(teacher: Teacher, hosts: list[str], images: Tensor) -> list[Place]
     """How the blocks around layers add up, found by looking at the teacher's in one pass."""
     modules = dict(teacher.model.named_modules())
     pairs = [(host, host.rpartition(".")[0]) for host in hosts]
-    places = [Place(host, block, f"{block}.norm2", f"{block}.mlp") for host, block in pairs]
+    places = [Place(host, b, part_of(modules, b, NORMS), part_of(modules, b, MLPS)) for host, b in pairs]
     blocks = [place for place in places if place.block and place.between in modules]
     inputs = [name for place in blocks for name in (place.block, place.between)]
     outputs = [name for place in blocks for name in (place.block, place.host, place.mlp) if name in modules]
     seen = recorded(teacher, inputs, outputs, images)
     for place in blocks:
         before, middle, after = (seen.get(name) for name in (f">{place.block}", f">{place.between}", place.block))
-        scales = [scale_of(modules[place.block], name) for name in ("ls1", "ls2")]
-        ends = linear_in(modules.get(place.mlp), "fc2") is not None
+        scales = [scale_of(modules[place.block], names) for names in SCALES]
+        ends = linear_in(modules.get(place.mlp), MLP_ENDS) is not None
         place.attention_adds = adds_up(before, seen.get(place.host), middle, scales[0])
         place.mlp_adds = place.attention_adds and ends and adds_up(middle, seen.get(place.mlp), after, scales[1])
     return places
+
+
+def part_of(modules: Container[str], block: str, names: Sequence[str]) -> str:
+    """The name of a part of a block, by the first of its names that there is."""
+    known = [f"{block}.{name}" for name in names]
+    return next((name for name in known if name in modules), known[0])
 
 
 def adds_up(before: Tensor | None, part: Tensor | None, after: Tensor | None, scale: Tensor | float) -> bool:
@@ -121,10 +131,10 @@ def adds_up(before: Tensor | None, part: Tensor | None, after: Tensor | None, sc
     return bool((step - part.float() * scale).abs().max() <= 2e-2 * step.abs().max())
 
 
-def scale_of(block: nn.Module, name: str) -> Tensor | float:
+def scale_of(block: nn.Module, names: Sequence[str]) -> Tensor | float:
     """The layer scale's factors, 1 where there is none."""
-    gamma = getattr(getattr(block, name, None), "gamma", None)
-    return gamma.detach().float() if isinstance(gamma, Tensor) else 1.0
+    held = [getattr(getattr(block, name, None), factors, None) for name in names for factors in ("gamma", "lambda1")]
+    return next((factors.detach().float() for factors in held if isinstance(factors, Tensor)), 1.0)
 
 
 class LeastSquares:
@@ -138,25 +148,27 @@ class LeastSquares:
         for place in places:
             block = student.get_submodule(place.block)
             if place.attention_adds:
-                self.attach(place.host, "proj", f">{place.between}", place.block, scale_of(block, "ls1"))
+                self.attach(place.host, ATTENTION_ENDS, f">{place.between}", place.block, scale_of(block, SCALES[0]))
             else:
-                self.attach(place.host, "proj", place.host)
+                self.attach(place.host, ATTENTION_ENDS, place.host)
             if place.mlp_adds:
-                self.attach(place.mlp, "fc2", place.block, place.between, scale_of(block, "ls2"))
+                self.attach(place.mlp, MLP_ENDS, place.block, place.between, scale_of(block, SCALES[1]))
 
-    def attach(self, name: str, end: str, wanted: str, before: str = "", scale: Tensor | float = 1.0) -> None:
+    def attach(
+        self, name: str, ends: Sequence[str], wanted: str, before: str = "", scale: Tensor | float = 1.0
+    ) -> None:
         """Fit the map that a module ends in, when it is called: to what is wanted of the module itself, or of the
         stream, which came in `before` that module and gets the scaled output added."""
         module = self.student.get_submodule(name)
-        linear = linear_in(module, end)
+        linear = linear_in(module, ends)
         if linear is None:
             return
 
         def see(linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             self.given[linear] = (args[0], output)
 
-        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.stream[before] = args[0]
+        def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.stream[before] = next(iter((*args, *named.values())))
 
         def fit(module: nn.Module, args: Any, output: Any) -> Any:
             """Solve the map that gave this output, and give the output of the new one. What a module adds after its map
@@ -174,7 +186,9 @@ class LeastSquares:
         self.hooks.enter_context(linear.register_forward_hook(see))
         self.hooks.enter_context(module.register_forward_hook(fit))
         if before:
-            self.hooks.enter_context(self.student.get_submodule(before).register_forward_pre_hook(note))
+            self.hooks.enter_context(
+                self.student.get_submodule(before).register_forward_pre_hook(note, with_kwargs=True)
+            )
 
 
 def solve(linear: nn.Linear, rows: Tensor, goal: Tensor, ridge: float) -> None:
@@ -198,7 +212,7 @@ def solve(linear: nn.Linear, rows: Tensor, goal: Tensor, ridge: float) -> None:
         bias.copy_(solved[-1])
 
 
-def linear_in(module: nn.Module | None, name: str) -> nn.Linear | None:
-    """The linear map a module ends in, by the name timm gives it: attention's is `proj`, the MLP's `fc2`."""
-    found = getattr(module, name, None)
-    return found if type(found) is nn.Linear else None
+def linear_in(module: nn.Module | None, names: Sequence[str]) -> nn.Linear | None:
+    """The linear map a module ends in, by one of these names."""
+    found = (getattr(module, name, None) for name in names)
+    return next((linear for linear in found if type(linear) is nn.Linear), None)

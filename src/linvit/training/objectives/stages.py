@@ -12,14 +12,19 @@ from linvit.training.engine.phases import Phase
 from linvit.training.objectives.alignment import AttentionAlignment, FeatureAlignment, hosts_to_align
 from linvit.training.objectives.dense import InBody, MapAlignment, ModelLosses, body
 from linvit.training.objectives.distillation import Distillation, Supervised
-from linvit.training.objectives.final import FinalAlignment
+from linvit.training.objectives.final import FinalAlignment, Reader
 from linvit.training.objectives.least_squares import fit_projections
 from linvit.training.objectives.teacher import Teacher
 from linvit.training.processes import LOWERED
 
 
 def make_phases(
-    config: Config, student: nn.Module, teacher: nn.Module | None = None, *, labelled: bool = True
+    config: Config,
+    student: nn.Module,
+    teacher: nn.Module | None = None,
+    *,
+    labelled: bool = True,
+    reader: Reader | None = None,
 ) -> list[Phase]:
     """Every stage with its objective. The teacher computes in the student's precision."""
     if config.needs_teacher and teacher is None:
@@ -30,7 +35,7 @@ def make_phases(
     phases = []
     for stage in config.plan_of_stages():
         solve = partial(fit_projections, asked, student, images=stage.fit) if asked is not None and stage.fit else None
-        phases.append(Phase(stage, make_objective(config, stage, student, asked, labelled), solve))
+        phases.append(Phase(stage, make_objective(config, stage, student, asked, labelled, reader), solve))
     return phases
 
 
@@ -66,14 +71,19 @@ def make_dense_phases(config: Config, student: nn.Module, teacher: nn.Module | N
 
 
 def make_objective(
-    config: Config, stage: Stage, student: nn.Module, teacher: Teacher | None, labelled: bool
+    config: Config,
+    stage: Stage,
+    student: nn.Module,
+    teacher: Teacher | None,
+    labelled: bool,
+    reader: Reader | None = None,
 ) -> Objective:
     if stage.objective == "alignment" and teacher is not None:
         return AttentionAlignment(teacher, student, inputs=stage.inputs)
     if stage.objective == "features" and teacher is not None:
         return FeatureAlignment(teacher, student, logits=stage.logits, temperature=config.temperature)
     if stage.objective == "final" and teacher is not None:
-        return FinalAlignment(teacher, student, blocks=stage.features)
+        return FinalAlignment(teacher, student, blocks=stage.features, reader=reader)
     supervised = Supervised(config.loss, smoothing=config.label_smoothing)
     plain = config.distillation == "none"
     if teacher is None or (plain and not stage.features):
