@@ -4,10 +4,11 @@
 #   kernels   the papers' mechanisms beside SDPA on the shapes of the preset `kernels`
 #   models    ViT-B, DINOv2-B, SigLIP So400m, DeiT-S and Swin-T, compiled, beside their softmax
 #   auto      what the plan auto converts of ten models, and what that buys
+#   dense     detectors and segmenters on ViT-Tiny at 448 and 1,024 pixels, backbone and neck compiled, beside their softmax
 #   older     the results that came before these
 # or all of them, in this order. With IMAGES=imagenette128.tar `older` measures training as well. With `warm` the same is
-# run all at once and nothing is kept: compilers fill their caches, which takes most of the time otherwise. What is there
-# is not measured again.
+# run all at once and nothing is kept: compilers fill their caches, which takes most of the time otherwise. What is
+# finished is not measured again, and what was stopped goes on.
 set -u
 images=${IMAGES-}
 out=$1 name=$2 warm=
@@ -17,19 +18,19 @@ if [ "${1-}" = warm ]; then
   shift
   export TORCHINDUCTOR_COMPILE_THREADS=4
 fi
-parts=${*:-kernels models auto older}
+parts=${*:-kernels models auto dense older}
 part() { [[ " $parts " == *" $1 "* ]]; }
 
-bench() { # result, then the command; a result that is there is left alone
+bench() { # result, then the command; a result that is finished is left alone
   local file=$out/$1-$name.json quick=(--budget 0.0001)
   shift
   [ "$1" = training ] && quick=(--steps 75)
-  if [ -e "$file" ]; then
+  if grep -qs '"complete": true' "$file"; then
     return
   elif [ "$warm" ]; then
     python3 -m linvit bench "$@" "${quick[@]}" -o "$(mktemp -u).json" >/dev/null 2>&1 &
   else
-    python3 -m linvit bench "$@" -o "$file"
+    python3 -m linvit bench "$@" "$([ -e "$file" ] && echo --resume || echo --output)" "$file"
     echo "$SECONDS s"
   fi
 }
@@ -59,6 +60,15 @@ if part auto; then
   some=deit_small_patch16_224,vit_base_patch14_dinov2,vit_small_patch16_dinov3,samvit_base_patch16,sam2_hiera_tiny
   some+=,swin_tiny_patch4_window7_224,hiera_tiny_224,tiny_vit_5m_224,davit_tiny,pvt_v2_b2
   bench auto auto $some --size 224,1024
+fi
+
+if part dense; then
+  for head in faster_rcnn semantic_fpn; do
+    for pyramid in simple adapter; do
+      bench dense-$head-$pyramid model $head --model-arg backbone=vit_tiny_patch16_224 --model-arg num_classes=20 \
+        --model-arg pyramid=$pyramid --plan stella,mixa:keep=6 --size 448,1024 --batch 32,8 --modes compiled --budget 0.5
+    done
+  done
 fi
 
 if [ "$warm" ]; then

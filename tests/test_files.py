@@ -18,6 +18,7 @@ from linvit.files import (
     clear_temporary,
     create,
     locked,
+    move_in,
     read_json,
     sha256,
     temporary,
@@ -43,6 +44,28 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_the_last_file_goes_first_and_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, source = tmp_path / "folder", tmp_path / "new"
+    for place, names in ((folder, ("a", "b.json", "c")), (source, ("a", "b.json", "d"))):
+        (place / "inside").mkdir(parents=True)
+        for name in names:
+            (place / name).write_text(place.name)
+    (folder / "inside" / "old").touch()
+    order: list[str] = []
+    replace = os.replace
+
+    def watched(path: Path, there: Path) -> None:
+        assert not (folder / "b.json").exists()
+        order.append(path.name)
+        replace(path, there)
+
+    monkeypatch.setattr(os, "replace", watched)
+    move_in(source, folder, "b.json")
+    assert sorted(order) == ["a", "b.json", "d", "inside"] and order[-1] == "b.json"
+    found = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+    assert found == {"a": "new", "b.json": "new", "c": "folder", "d": "new"} and not any((folder / "inside").iterdir())
 
 
 def test_of_two_writers_the_first_ones_stays(tmp_path: Path) -> None:

@@ -124,10 +124,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_folder(folder: Path, files: Mapping[str, Callable[[str], object]]) -> None:
-    """Write a folder's files, each by its function of a path, and move them in when all are there.
-
-    The last of the old files goes before the first new one comes, so that a folder never mixes two saves.
-    """
+    """Write a folder's files, each by its function of a path, and move them in when all are there."""
     if folder.is_file():
         raise LinvitError(f"{folder} is a file: give a folder")
     made = not folder.exists()
@@ -139,17 +136,28 @@ def write_folder(folder: Path, files: Mapping[str, Callable[[str], object]]) -> 
                 path = beside / name
                 write_to(str(path))
                 path.chmod(0o666 & ~umask())  # safetensors' files are for their owner only
-                sync(path)
-            (folder / list(files)[-1]).unlink(missing_ok=True)
-            for name in files:
-                os.replace(beside / name, folder / name)
-        sync_folder(folder)
+            move_in(beside, folder, list(files)[-1])
     except BaseException as error:
         if made and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         if isinstance(error, OSError):
             raise Unwritable(f"cannot write {folder}: {error}") from error
         raise
+
+
+def move_in(source: Path, folder: Path, last: str) -> None:
+    """Move what lies in one folder into another. The file `last` comes last, and the one that was there goes before the
+    first new one comes: where it is, the others are whole, and the folder never mixes two saves."""
+    for path in source.rglob("*"):
+        if path.is_file():
+            sync(path)
+    (folder / last).unlink(missing_ok=True)
+    for path in sorted(source.iterdir(), key=lambda path: path.name == last):
+        there = folder / path.name
+        if path.is_dir() and there.is_dir():
+            shutil.rmtree(there)
+        os.replace(path, there)
+    sync_folder(folder)
 
 
 @contextmanager
@@ -165,12 +173,16 @@ def own_prefix() -> str:
 
 
 def clear_temporary(*folders: Path) -> None:
-    """Remove what killed processes left half written right in these folders. What another machine writes is left alone
-    for a day."""
-    for path in (path for folder in folders for path in folder.glob(f"{TEMPORARY}*")):
+    """Remove what killed processes left half written right in these folders, which others may remove meanwhile. What
+    another machine writes is left alone for a day."""
+    for folder in folders:
+        left: list[Path] = []
         with suppress(OSError):
-            if is_left(path):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            left = [folder / name for name in os.listdir(folder) if name.startswith(TEMPORARY)]
+        for path in left:
+            with suppress(OSError):
+                if is_left(path):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def is_left(path: Path) -> bool:

@@ -32,13 +32,13 @@ VERBS = {
             "--output",
             "--plot",
         ),
-        *("--drop", "--device", "--batch", "--dtype", "--mode", "--points", "--checkpoint", "--pretrained"),
+        *("--drop", "--device", "--batch", "--precision", "--mode", "--points", "--checkpoint", "--pretrained"),
         *("--model-arg", "--json"),
     },
     "convert": {
         *("model", "--plan", "--output", "--keep", "--where", "--calibrate", "--plot", "--layers", "--drop"),
         *("--option", "--size", "--patch-size", "--window-size", "--pretrained", "--checkpoint", "--model-arg"),
-        *("--dry-run", "--overwrite", "--survey", "--json"),
+        *("--device", "--dry-run", "--overwrite", "--survey", "--json"),
     },
     "train": {
         *("model", "--data", "--output", "--recipe", "--plan", "--option", "--keep", "--drop", "--teacher", "--set"),
@@ -76,11 +76,11 @@ VERBS = {
     "serve": {"models", "--plan", "--size", "--port", "--host", "--pretrained", "--fetch", "--device", "--json"},
     "bench op": {
         *("--mechanism", "--option", "--preset", "--batch", "--heads", "--head-dim", "--tokens", "--bias", "--passes"),
-        *("--compared", "--dtype", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
+        *("--compared", "--precision", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
     },
     "bench model": {
         *("name", "--plan", "--option", "--keep", "--drop", "--model-arg", "--size", "--batch", "--passes", "--modes"),
-        *("--dtype", "--device"),
+        *("--precision", "--device"),
         *("--budget", "--output", "--resume", "--from", "--json"),
     },
     "bench edge": {
@@ -159,7 +159,7 @@ def test_one_word_for_one_thing(verb: str) -> None:
 def test_help_shows_an_example(linvit: Callable[..., Outcome], verb: str) -> None:
     outcome = linvit(*verb.split(), "--help")
     assert outcome.code == 0
-    assert f"Example: linvit {verb}" in outcome.out
+    assert f"Example: linvit {verb}" in outcome.out and "\\b" not in outcome.out
 
 
 @every

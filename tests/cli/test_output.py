@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_no_bar_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(output, "PATIENCE", 0.05)
     work(0.3)
     assert capsys.readouterr().err == ""
+
+
+def test_the_bar_is_seen_through_what_redirects_streams(
+    terminal: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "PATIENCE", 0.05)
+    streams, nowhere = (sys.stdout, sys.stderr), io.StringIO()
+    with output.progress("exporting", 1), redirect_stdout(nowhere), redirect_stderr(nowhere):
+        time.sleep(0.3)
+    assert "exporting" in capsys.readouterr().err and (sys.stdout, sys.stderr) == streams
 
 
 def test_an_error_inside_stops_the_bar(terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,11 +119,12 @@ def quick(task: Task, store: Store, *, device: str, shared: int, watch: Any) -> 
 
 
 def without_timings(result: Run | Speed) -> Run | Speed:
-    """A result without what may differ when the same task is done again: times, memory, and where it was."""
+    """A result without what may differ when the same task is done again: times, memory, where it was and what else was
+    at work there."""
     result = replace(result, environment=Environment(hardware="", time=""), seconds=0.0)
     if isinstance(result, Speed):
         bare: dict[str, Any] = dict.fromkeys(("milliseconds", "images_per_second", "peak_bytes", "ratio"))
-        return replace(result, rows=tuple(replace(row, **bare) for row in result.rows))
+        return replace(result, rows=tuple(replace(row, **bare, shared=False) for row in result.rows))
     epochs = tuple(replace(epoch, seconds=0.0) for epoch in result.accuracy.epochs)
     training = Training(0.0, None, None, result.training.device, 0)
     return replace(result, accuracy=replace(result.accuracy, epochs=epochs), training=training)

@@ -25,6 +25,7 @@ from linvit.comparison.description.request import survey
 from linvit.comparison.reporting import Contents, gather, render
 from linvit.comparison.reporting.text import markdown, spreadsheet
 from linvit.comparison.results import Run
+from linvit.comparison.scheduling import estimate
 from linvit.comparison.scheduling.execution import running
 from linvit.comparison.scheduling.execution.passes import is_finite, training_pass
 from linvit.comparison.scheduling.execution.running import execute
@@ -229,6 +230,28 @@ def test_detectors(place: Path, tmp_path: Path) -> None:
     assert set(run.accuracy.per_class) == set(NAMES[1:]) and run.model.counted == "backbone"
     assert all(row.median > 0 for row in speed.rows)
     check_report(gather([store.folder]), "mAP")
+
+
+def test_a_guess_where_batch_norm_wants_two_images(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the steps it is taken from are as small as they can be, and UPerNet refuses a single image."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(estimate, "STEP", 1.0)
+    monkeypatch.setattr(estimate, "BUDGET", 0.01)
+    head = {"model": "upernet", "channels": 16, "auxiliary_channels": 8, **NARROW}
+    architecture = {**head, "backbone": PLAIN, "backbone_args": TRUNK}
+    tasks, _ = survey(asked(place, architecture=architecture, plans=("softmax",), seeds=(0,)))
+    assert estimate.calibrate(tasks[0].training, "cpu") > 0
+
+
+def test_runs_that_share_a_gpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Shared()
+    assert shared.readers() == 0
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    found = []
+    for shared.sharing in (1, 2, 4, 8, 32):
+        found.append(shared.readers())
+    assert found == [8, 8, 4, 2, 1]
 
 
 def test_a_training_step_with_masks_in_half_precision() -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,10 @@ def cluster() -> Iterator[Any]:
 
     small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("RAY_worker_niceness", "0")  # else they wait for every other test on the machine
         patch.setenv("RAY_num_workers_soft_limit", "4")  # idle ones, with all they imported, serve the next test
-        patch.setenv("RAY_prestart_worker_first_driver", "0")  # which have not our environment, and serve nobody
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # they start when they are needed
         made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
         made.add_node(**small)
         yield made
@@ -80,11 +81,12 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def ray(cluster: Any) -> Iterator[Any]:
-    """A connection that tests share, so that they also share warm workers."""
+    """A connection that tests share, so that they also share warm workers. It has no environment of its own, for which
+    Ray would start Python twice for each worker; workers look for the tests where we stand."""
     import ray
 
-    env = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
-    ray.init(cluster.address, log_to_driver=False, logging_level="error", runtime_env={"env_vars": env})
+    with chdir(ROOT):
+        ray.init(cluster.address, log_to_driver=False, logging_level="error")
     yield ray
     ray.shutdown()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import linvit
 from linvit.attention import TokenGrid
 from linvit.errors import LinvitError
-from linvit.figures.attention import Rows, Seen, layer_statistics, look, map_distance
+from linvit.figures.attention import Rows, Seen, look
 from linvit.figures.attention.statistics import spread_queries
 from tests.attention.test_rows import Largest
 from tests.conversion.families import FAMILIES
@@ -81,7 +81,7 @@ def test_a_larger_image_takes_memory_in_proportion() -> None:
         layer = seen.layer(-1)
         seen.rollout(layer, layer.one(5))
         seen.layer(0).pooled()
-        layer_statistics(layer, seen.size)
+        Rows(layer, seen.size).statistics()
     assert layer.grid.tokens == 4097 and memory.elements < 4097**2 / 4
 
 
@@ -148,7 +148,7 @@ def test_converted_windows_take_the_same_places() -> None:
     row, first = seen.layer(0).row(20), whole.layer(0).row(20)
     assert torch.equal(row.sum(0) > 0, first.sum(0) > 0)
     torch.testing.assert_close(row.sum(-1), torch.ones(seen.layer(0).heads))
-    assert map_distance(seen.layer(0), whole.layer(0), seen.size) is not None
+    assert Rows(seen.layer(0), seen.size).distance_to(Rows(whole.layer(0), seen.size)) is not None
 
 
 def test_what_mixes_channels_shows_what_the_output_depends_on() -> None:
@@ -174,16 +174,17 @@ def test_numbers_of_known_maps() -> None:
     attn.qkv.weight.data[:64] = 0  # no logits: every key alike
     attn.qkv.bias.data[:64] = 0
     seen = look(model, image)
-    even, other = layer_statistics(seen.layer(0), seen.size), seen.layer(1)
+    first, other = Rows(seen.layer(0), seen.size), Rows(seen.layer(1), seen.size)
+    even = first.statistics()
     assert even.entropy == pytest.approx(math.log(17)) and even.effective_rank == pytest.approx(1.0)
     centres = torch.cartesian_prod(torch.arange(3) * 16.0, torch.arange(5) * 16.0)
     assert even.distance == pytest.approx(float(torch.cdist(centres, centres).mean()))
-    same, apart = map_distance(other, other, seen.size), map_distance(other, seen.layer(0), seen.size)
+    same, apart = other.distance_to(other), other.distance_to(first)
     assert same is not None and same.total_variation == 0 and same.cosine == pytest.approx(1.0)
-    mine = torch.stack([other.row(query) for query in range(2, 17)], dim=1)
+    mine = torch.stack([other.layer.row(query) for query in range(2, 17)], dim=1)
     assert apart is not None and apart.total_variation == pytest.approx(float((mine - 1 / 17).abs().sum(-1).mean() / 2))
     assert spread_queries(TokenGrid(40, 30, 1), 32)[0] > 0 and len(set(spread_queries(TokenGrid(40, 30), 32))) == 32
-    assert Rows(other, seen.size).rows.shape == (2, 15, 17)
+    assert other.rows.shape == (2, 15, 17)
 
 
 @pytest.mark.parametrize("name", ["nest_tiny", "mobilevit_xxs"])

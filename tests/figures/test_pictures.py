@@ -20,7 +20,7 @@ from linvit.figures.attention.choosing import Query
 from linvit.figures.attention.comparing import compare_maps
 from linvit.figures.attention.features import compare_features, draw_features
 from linvit.figures.kernels import over_angle, over_product, plot_kernels
-from linvit.figures.pareto import Candidate, Panel, plot_pareto
+from linvit.figures.pareto import Panel, ParetoPoint, plot_pareto
 from linvit.figures.photographs import View, decoded, read_photograph, view
 from tests.figures.test_attention import small_vit
 
@@ -159,9 +159,9 @@ def test_kernels_are_what_the_papers_print(drawn: list[Figure], tmp_path: Path) 
 
 def test_a_front_is_joined(drawn: list[Figure], tmp_path: Path) -> None:
     points = [
-        Candidate("softmax", 1.0, 70.0, 69.0, 71.0, True),
-        Candidate("stella", 1.5, 68.0, front=True),
-        Candidate("qt", 0.8, 66.0),
+        ParetoPoint("softmax", 1.0, 70.0, 69.0, 71.0, True),
+        ParetoPoint("stella", 1.5, 68.0, front=True),
+        ParetoPoint("qt", 0.8, 66.0),
     ]
     plot_pareto([Panel("one", "speed", "top-1, %", points)], tmp_path / "pareto.png")
     (axis,) = drawn[0].axes

@@ -1,8 +1,10 @@
-"""Where a result says that its code comes from."""
+"""Where a result says that its code comes from, which machine it ran on, and when its rows are written."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 from importlib.metadata import Distribution, PathDistribution
@@ -67,3 +69,26 @@ def test_what_pip_installed_from_a_repository(tmp_path: Path, monkeypatch: pytes
     assert record.commit() == "abc"
     monkeypatch.setattr(record, "PACKAGE", tmp_path / "other" / "linvit")
     assert record.commit() is None
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n", "AMD EPYC (family 26, model 2)"),
+        ("cpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Xeon Gold 6248\n", "Xeon Gold 6248"),
+        ("BogoMIPS\t: 48.00\n", platform.machine()),
+    ],
+)
+def test_a_processor_without_a_number_is_told_by_its_family(
+    told: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "PROCESSORS", tmp_path / "cpuinfo")
+    record.PROCESSORS.write_text(f"processor\t: 0\n{told}\nprocessor\t: 1\n{told}")
+    assert record.cpu() == f"{name}, {os.cpu_count()} cores"
+
+
+def test_rows_that_come_together_are_on_disk_together(tmp_path: Path) -> None:
+    file = record.ResultFile(tmp_path / "a.json", {"kind": "bench edge"}, record.environment("cpu"))
+    for place in range(3):
+        file.add({"place": place})
+    assert [row["place"] for row in record.read_result(tmp_path / "a.json")["rows"]] == [0, 1, 2]

@@ -104,9 +104,12 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    errors = Console(stderr=True)
+    errors = Console(file=sys.stderr)  # what redirects stderr meanwhile must not swallow the bar
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+    bar = Progress(
+        *columns, console=errors, transient=True, redirect_stdout=False, redirect_stderr=False,
+        disable=not errors.is_terminal,
+    )  # fmt: skip
     task = bar.add_task(visible(what), total=total)
     timer = threading.Timer(PATIENCE, bar.start)
     timer.daemon = True

@@ -25,7 +25,7 @@ def push(
     The card tells data, teacher, metrics before and after, plan, and speeds where a result of linvit bench is given or
     lies beside the model. A README.md of your own stays as it is. Log in with `hf auth login`, or set HF_TOKEN.
 
-    \\b
+    \b
     Example: linvit push runs/deit_s_mixa/best user/deit-small-mixa --dry-run
     """
     from linvit.conversion import push_to_hub

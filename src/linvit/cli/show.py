@@ -122,7 +122,7 @@ def sensitivity(
     with arguments.dropping(drop) as given_up:
         built = open_model(model, pretrained=pretrained, args=args, checkpoint=checkpoint, instead=instead)
         resample(built, size=pixels)
-        loader = calibration_images(data, built, images)
+        loader = calibration_images(data, built, images, size=pixels)
         with progress("measuring layers", passes(len(find_hosts(built)), keep)) as advance:
             found = measure_sensitivity(
                 built.to(place), loader, keep=keep, linear=plan, drop=given_up, images=images, advance=advance

@@ -11,7 +11,7 @@ from linvit.errors import unknown
 
 if TYPE_CHECKING:
     from linvit.measurement.published import Table
-    from linvit.measurement.tables import Cell, Compared
+    from linvit.measurement.tables import Cell, TableRow
 
 
 def tables(
@@ -31,7 +31,7 @@ def tables(
 
     if name is not None and name not in TABLES:
         raise unknown("table", name, TABLES)
-    everything: list[Compared] = []
+    everything: list[TableRow] = []
     told = {}
     for key, found in TABLES.items() if name is None else [(name, TABLES[name])]:
         rows = list(tracked(compare_table(found), f"counting {key}", len(found.rows)))
@@ -45,7 +45,7 @@ def tables(
         raise typer.Exit(1)
 
 
-def print_table(found: Table, rows: list[Compared]) -> None:
+def print_table(found: Table, rows: list[TableRow]) -> None:
     from rich.markup import escape
     from rich.table import Table as Grid
 
@@ -81,7 +81,7 @@ def operations(found: Table) -> str:
     return "FLOPs" if found.convention == "fvcore" else "MACs"
 
 
-def cells(cell: Cell, row: Compared) -> tuple[str, str, str]:
+def cells(cell: Cell, row: TableRow) -> tuple[str, str, str]:
     """Published, ours and the error with its mark."""
     if row.failure:
         return cell.published, "[red]failed[/red]", "[red]✗[/red]"
@@ -95,7 +95,7 @@ def cells(cell: Cell, row: Compared) -> tuple[str, str, str]:
     return cell.published, ours, f"[red]{error} ✗[/red]" if cell.must else f"[yellow]{error}[/yellow]  "
 
 
-def summary(found: Table, rows: list[Compared]) -> str:
+def summary(found: Table, rows: list[TableRow]) -> str:
     """How many of the printed numbers agree."""
     near = f"within {100 * found.tolerance:g} % or to the printed digit"
     lines = []
@@ -112,12 +112,12 @@ def summary(found: Table, rows: list[Compared]) -> str:
     return "\n".join(lines)
 
 
-def as_dict(found: Table, rows: list[Compared]) -> dict[str, Any]:
+def as_dict(found: Table, rows: list[TableRow]) -> dict[str, Any]:
     def cell(c: Cell) -> dict[str, Any]:
         published, agrees = float(c.published) if c.published else None, c.agrees if c.error is not None else None
         return {"published": published, "ours": c.ours, "error": c.error, "agrees": agrees, "must_agree": c.must}
 
-    def line(section: str, row: Compared) -> dict[str, Any]:
+    def line(section: str, row: TableRow) -> dict[str, Any]:
         printed = row.printed
         named = {"section": section, "label": printed.label.strip(), "model": printed.model or None}
         built = {"options": dict(printed.options), "size": list(printed.size)}

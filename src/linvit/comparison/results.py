@@ -202,7 +202,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConversionResult:
     """What the conversion did, and how near the candidate came to its teacher."""
 
     zero_shot: float
@@ -274,7 +274,7 @@ class Run(Result):
     accuracy: Accuracy
     training: Training
     drift: tuple[Drift, ...] = ()
-    conversion: Conversion | None = field(default=None, metadata=SPARSE)
+    conversion: ConversionResult | None = field(default=None, metadata=SPARSE)
     seconds: float
 
     @property

@@ -10,7 +10,7 @@ from linvit.figures.style import GREY, INK, line, picture
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ParetoPoint:
     """A point: `x` is how fast or how dear, `low` and `high` the interval of the score where there is one."""
 
     name: str
@@ -26,7 +26,7 @@ class Panel:
     title: str
     xlabel: str
     ylabel: str
-    candidates: Sequence[Candidate]
+    candidates: Sequence[ParetoPoint]
     note: str = ""
 
 
@@ -61,5 +61,5 @@ def plot_pareto(panels: Sequence[Panel], path: Path) -> None:
         figure.supxlabel(" ".join(dict.fromkeys(notes)), fontsize=7.5, color=INK)
 
 
-def label(candidate: Candidate) -> str:
+def label(candidate: ParetoPoint) -> str:
     return f"{candidate.name} ◂" if candidate.front else candidate.name

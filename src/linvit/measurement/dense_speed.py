@@ -77,7 +77,7 @@ def sweep(
 ) -> Iterator[Row]:
     """Rows as they are measured: for each size, pass and mode every model, `softmax` first."""
     if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown("precision", dtype, DTYPES)
     if "graph" in modes:
         raise LinvitError("heads ask the host, so the mode graph is not theirs: use eager or compiled")
     for (size, batch), which, mode in product(zip(sizes, batches, strict=True), passes, modes):
@@ -208,17 +208,25 @@ def maps_in_training(model: DenseModel, images: Tensor, autocast: Callable[[], A
     return found
 
 
-def training_call(model: DenseModel, images: Tensor, autocast: Callable[[], Any]) -> Callable[[], object]:
-    """A training step on the images and on drawn targets."""
-    model.train()
+def training_call(
+    model: DenseModel,
+    images: Tensor,
+    autocast: Callable[[], Any],
+    *,
+    forward: Callable[..., dict[str, Tensor]] | None = None,
+    recorded: bool = False,
+) -> Callable[[], Tensor]:
+    """A training step on the images and on drawn targets. `forward` calls the model, compiled perhaps; `recorded` makes
+    a step that a CUDA graph can hold."""
+    forward = forward or model.train()
     targets = drawn_targets(model, images)
     fused = True if images.is_cuda else None  # as any training there has it: the plain one is all launches
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6, capturable=recorded, fused=fused)
 
     def step() -> Tensor:
         optimiser.zero_grad(set_to_none=True)
         with autocast():
-            loss = torch.stack([value.float() for value in model(images, targets).values()]).sum()
+            loss = torch.stack([value.float() for value in forward(images, targets).values()]).sum()
         loss.backward()
         optimiser.step()
         return loss.detach()
@@ -231,7 +239,7 @@ def drawn_targets(model: DenseModel, images: Tensor) -> list[Target]:
     generator, (height, width) = torch.Generator().manual_seed(0), images.shape[-2:]
     found: list[Target] = []
     for _ in images:
-        target: Target = {"size": torch.tensor([height, width])}
+        target: Target = {}
         if model.task == "segment":
             coarse = torch.randint(model.num_classes, (-(-height // PATCH), -(-width // PATCH)), generator=generator)
             fine = coarse.repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1)
@@ -246,7 +254,8 @@ def drawn_targets(model: DenseModel, images: Tensor) -> list[Target]:
                 rows, columns = torch.arange(height)[:, None], torch.arange(width)
                 inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
                 target["masks"] = inside.byte()
-        found.append({name: value.to(images.device) for name, value in target.items()})
+        size = torch.tensor([height, width])  # stays on the host, as a loader gives it: nobody has to wait for it
+        found.append({"size": size, **{name: value.to(images.device) for name, value in target.items()}})
     return found
 
 

@@ -49,7 +49,7 @@ def sweep(
 ) -> Iterator[dict[str, Any]]:
     """Rows as they are measured: for each size, pass and mode the softmax model, then the converted one."""
     if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown("precision", dtype, DTYPES)
     if "graph" in modes and device.type != "cuda":
         raise LinvitError("the mode graph needs a CUDA device: use eager or compiled")
     random_model(name, sizes[0], args or {}, convert)  # what cannot be converted is told before anything is measured

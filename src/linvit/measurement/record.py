@@ -21,6 +21,8 @@ from linvit.files import write_json
 from linvit.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
+PROCESSORS = Path("/proc/cpuinfo")
+SHORT = 1000  # rows up to which a file is written with each of them, longer ones once a second
 
 
 def environment(device: torch.device | str, command: list[str] | None = None) -> dict[str, Any]:
@@ -55,11 +57,14 @@ def hardware(device: torch.device | str) -> str:
 
 
 def cpu() -> str:
-    """The processor's model name where the system tells, else its architecture, with the number of cores."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
+    """The processor's name where the system tells, else its architecture, with the number of cores. Virtual machines
+    hide what follows the brand: family and model tell generations apart there."""
+    first = PROCESSORS.read_text().partition("\n\n")[0].splitlines() if PROCESSORS.exists() else []
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
+    name = told.get("model name", platform.machine())
+    if "cpu family" in told and not any(letter.isdigit() for letter in name):
+        name += f" (family {told['cpu family']}, model {told['model']})"
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def package(name: str) -> str | None:
@@ -137,7 +142,8 @@ class ResultFile:
     def add(self, row: dict[str, Any]) -> None:
         json.dumps(row, allow_nan=False)  # what cannot be written is an error here, not later
         self.rows.append(row)
-        if time.monotonic() - self.written > 1:  # a long file takes longer to write than a row to measure
+        # Rows that were timed together come together. A long file takes longer to write than a row to measure.
+        if len(self.rows) < SHORT or time.monotonic() - self.written > 1:
             write_json(self.path, self.data)
             self.written = time.monotonic()
 

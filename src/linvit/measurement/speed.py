@@ -289,7 +289,7 @@ def sweep(
 ) -> Iterator[dict[str, Any]]:
     """Rows, as they are measured; `done` holds the keys of those a resumed run has already."""
     if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown("precision", dtype, DTYPES)
     for shape in over:
         rows = [{**asdict(shape), "implementation": name, "pass": which} for name in compared for which in passes]
         rows = [row for row in rows if key(row) not in done]

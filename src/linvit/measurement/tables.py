@@ -40,7 +40,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Compared:
+class TableRow:
     printed: Printed
     params: Cell
     macs: Cell
@@ -51,16 +51,16 @@ class Compared:
         return bool(self.failure) or self.params.wrong or self.macs.wrong
 
 
-def compare_table(table: Table) -> Iterator[Compared]:
+def compare_table(table: Table) -> Iterator[TableRow]:
     """Every row of the table, counted one after the other."""
     for printed in table.rows:
         yield compare_row(printed, table)
 
 
-def compare_row(printed: Printed, table: Table) -> Compared:
-    def not_counted(failure: str = "") -> Compared:
+def compare_row(printed: Printed, table: Table) -> TableRow:
+    def not_counted(failure: str = "") -> TableRow:
         params, macs = (Cell(cell, None, agrees=False, must=bool(failure)) for cell in (printed.params, printed.macs))
-        return Compared(printed, params, macs, failure)
+        return TableRow(printed, params, macs, failure)
 
     if not printed.model or lacks_extra(printed.model):
         return not_counted()
@@ -70,15 +70,15 @@ def compare_row(printed: Printed, table: Table) -> Compared:
             model = timm.create_model(printed.model, **printed.options)
         ours = count_parameters(model) / 1e6
         their_way = count_parameters(model, without=LEFT_OUT.get(printed.left_out)) / 1e6
-        dense = isinstance(model, DenseModel)  # what its head computes depends on the image
-        macs = None if dense else count_macs(model, printed.size, table.convention) / 1e9
+        found = isinstance(model, DenseModel) and model.task == "detect"  # what its head computes depends on the image
+        macs = None if found else count_macs(model, printed.size, table.convention) / 1e9
     except Exception as error:  # a table is printed whole, whatever is wrong with one of its rows
         return not_counted(f"{printed.model}: {str(error).partition(chr(10))[0] or type(error).__name__}")
 
     def cell(name: str, published: str, ours: float | None, agrees: bool) -> Cell:
         return Cell(published, ours, agrees, must=bool(published) and name not in printed.differs)
 
-    return Compared(
+    return TableRow(
         printed,
         cell("params", printed.params, ours, is_printed(their_way, printed.params)),
         cell("macs", printed.macs, macs, macs is not None and is_near(macs, printed.macs, table.tolerance)),

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from torch import Tensor
 
 from linvit.errors import LinvitError
-from linvit.figures.attention import Layer
+from linvit.figures.attention import SeenLayer
 from linvit.page import reading
 from linvit.page.cache import Cache
 from linvit.page.catalogue import Catalogue
@@ -185,7 +185,7 @@ def make_app(page: Page, host: str = "127.0.0.1") -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(Guard, host=host)], exception_handlers=handlers)
 
 
-def layer_of(look: Look, which: str) -> Layer:
+def layer_of(look: Look, which: str) -> SeenLayer:
     if not which.removeprefix("-").isdecimal():
         raise LinvitError(f"a layer is a number, not '{which}'")
     return look.seen.layer(int(which))

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from linvit.errors import LinvitError
-from linvit.figures.attention import Layer
+from linvit.figures.attention import SeenLayer
 from linvit.figures.attention.basis import Basis
 from linvit.page.sides import Look
 
 SHOWN = ("attention", "rollout", "similarity")
 
 
-def row(look: Look, layer: Layer, show: str, query: str, head: str) -> tuple[tuple[int, int, int], Tensor]:
+def row(look: Look, layer: SeenLayer, show: str, query: str, head: str) -> tuple[tuple[int, int, int], Tensor]:
     """What the page draws over a picture: numbers for prefix tokens and then for patches, with how many prefix tokens,
     rows and columns they are.
 
@@ -39,7 +39,7 @@ def row(look: Look, layer: Layer, show: str, query: str, head: str) -> tuple[tup
     return grid, heads[int(head)]
 
 
-def place(query: str, layer: Layer, look: Look) -> int | None:
+def place(query: str, layer: SeenLayer, look: Look) -> int | None:
     """The query that is meant; none for all of them."""
     if query == "all":
         return None
@@ -55,7 +55,7 @@ def place(query: str, layer: Layer, look: Look) -> int | None:
     return layer.at(x * width, y * height, look.seen.size)
 
 
-def cosine(layer: Layer, patch: int | None) -> Tensor:
+def cosine(layer: SeenLayer, patch: int | None) -> Tensor:
     """Of a patch's features with all others', or of their mean's."""
     features = features_of(layer)
     if patch is not None and patch < 0:
@@ -64,7 +64,7 @@ def cosine(layer: Layer, patch: int | None) -> Tensor:
     return torch.cosine_similarity(features, one[None], dim=-1)
 
 
-def features_of(layer: Layer) -> Tensor:
+def features_of(layer: SeenLayer) -> Tensor:
     features = layer.patch_features()
     if features is None:
         raise LinvitError(f"the block of {layer.name} puts out no vector for each patch: choose another layer")
@@ -76,7 +76,7 @@ def packed(grid: tuple[int, int, int], values: Tensor) -> bytes:
     return struct.pack("<3i", *grid) + values.detach().float().cpu().numpy().astype("<f4").tobytes()
 
 
-def colours(layers: list[Layer]) -> dict[str, Any]:
+def colours(layers: list[SeenLayer]) -> dict[str, Any]:
     """The principal components of the first layer's features as red, green and blue, of the others too. Layers of
     another width have a basis of their own."""
     found = [features_of(layer) for layer in layers]

@@ -19,7 +19,7 @@ from linvit.conversion import convert, resample
 from linvit.conversion.convert import own_size
 from linvit.conversion.planning.costs import told
 from linvit.errors import LinvitError, NotHonoured
-from linvit.figures.attention import Layer, Seen, look, watchable
+from linvit.figures.attention import Seen, SeenLayer, look, watchable
 from linvit.models.dense import DenseModel
 from linvit.page.cache import Cache
 from linvit.page.catalogue import Base, Catalogue, weight_bytes
@@ -68,7 +68,7 @@ class Look:
         }
 
 
-def layer_dict(layer: Layer) -> dict[str, Any]:
+def layer_dict(layer: SeenLayer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "mechanism": layer.mechanism.name,

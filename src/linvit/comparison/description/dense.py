@@ -97,13 +97,13 @@ def create(name: str, args: dict[str, Any], seed: int) -> Any:
     return model
 
 
-def open_dense_sets(data: str, root: str, head: str, workers: int = 0) -> DenseSets:
+def open_dense_sets(data: str, root: str, head: str) -> DenseSets:
     """The set of a comparison, which needs both splits."""
     kind = HEADS[head]
     train, validation = open_dense(data, kind.task, masks=kind.masks, root=root or None)
     if validation is None:
         raise LinvitError(f"{data} has no validation split: give one, for candidates are compared on it")
-    return DenseSets(train, validation, workers)
+    return DenseSets(train, validation)
 
 
 def describe(data: str, root: str, head: str, task: str = "") -> DataDescription:

@@ -164,7 +164,7 @@ class Expansion:
     """One part of a comparison on its way to tasks."""
 
     def __init__(self, part: Comparison, data: DataDescription, left_out: dict[LeftOut, None]) -> None:
-        self.part, self.data, self.left_out = part, data, left_out
+        self.comparison, self.data, self.left_out = part, data, left_out
         self.places = {"data": part.data, **({"root": part.root} if part.root else {})}
         self.teacher: results.Named | TrainedTeacher | None = None
         self.classes = data.classes
@@ -185,13 +185,15 @@ class Expansion:
     def read_architecture(self) -> tuple[dict[str, Any], int | None]:
         """What every candidate is built from, and its own image size; of a detector or segmenter only a teacher has
         one. A given teacher brings the architecture along."""
-        args, size = dict(self.part.architecture), None
-        if self.part.teacher:
-            self.teacher, config = describe_teacher(self.part.teacher)
-            self.places["teacher"] = self.part.teacher
-            if args["model"] in HEADS and not self.part.head:
-                raise LinvitError(f"{self.part.teacher} is no {args['model']}: give a folder that linvit saved one in")
-            args = {"model": self.part.teacher}
+        args, size = dict(self.comparison.architecture), None
+        if self.comparison.teacher:
+            self.teacher, config = describe_teacher(self.comparison.teacher)
+            self.places["teacher"] = self.comparison.teacher
+            if args["model"] in HEADS and not self.comparison.head:
+                raise LinvitError(
+                    f"{self.comparison.teacher} is no {args['model']}: give a folder that linvit saved one in"
+                )
+            args = {"model": self.comparison.teacher}
             if config is not None:
                 args = {"model": config.model, **config.args}
                 size = config.preprocessing.get("input_size", (None,))[-1]
@@ -205,7 +207,7 @@ class Expansion:
             raise unknown("model", name, {*OWN, *timm.list_models()})
         if "backbone" in args:
             raise LinvitError(f"{name} has no backbone: give a head as the model ({', '.join(HEADS)})")
-        if not self.part.teacher:
+        if not self.comparison.teacher:
             args.setdefault("num_classes", self.data.classes)
         with torch.device("meta"):
             model: Any = rebuild(name, args)
@@ -215,9 +217,9 @@ class Expansion:
 
     def read_head(self, args: dict[str, Any]) -> dict[str, Any]:
         """The same of a detector or segmenter."""
-        if self.part.patch_sizes:
+        if self.comparison.patch_sizes:
             raise LinvitError("patch_sizes are of classifiers: give backbone_args = {patch_size = …}")
-        if self.part.teacher:
+        if self.comparison.teacher:
             self.classes = args["num_classes"]
         architecture, folder = read_dense(args)
         self.places |= {"backbone": folder} if folder else {}
@@ -230,11 +232,11 @@ class Expansion:
 
     def tasks(self) -> Iterator[Task]:
         named: dict[str, Candidate] = {}
-        for candidate in (read_candidate(text) for text in self.part.plans if text.strip() != ALL):
+        for candidate in (read_candidate(text) for text in self.comparison.plans if text.strip() != ALL):
             named.setdefault(name_of(candidate), candidate)
-        everything = any(text.strip() == ALL for text in self.part.plans)
-        for patch in self.part.patch_sizes or (self.own_patch if self.model_name in OWN else None,):
-            for size in self.part.size or (self.own_size,):
+        everything = any(text.strip() == ALL for text in self.comparison.plans)
+        for patch in self.comparison.patch_sizes or (self.own_patch if self.model_name in OWN else None,):
+            for size in self.comparison.size or (self.own_size,):
                 softmax = Structure(
                     architecture=self.architecture, classes=self.classes, candidate=SOFTMAX, patch_size=patch, size=size
                 )
@@ -245,20 +247,20 @@ class Expansion:
                     if reason is not None:
                         raise LinvitError(f"{name_of(structure.candidate)} does not fit {self.model_name}: {reason}")
                 for structure in [*wanted, *(self.others(softmax, wanted) if everything else ())]:
-                    for seed in self.part.seeds:
-                        yield self.training("run", self.part.mode, structure, replace(self.config, seed=seed))
+                    for seed in self.comparison.seeds:
+                        yield self.training("run", self.comparison.mode, structure, replace(self.config, seed=seed))
                     yield from self.speeds(structure)
 
     def teachers(self, softmax: Structure) -> Iterator[Task]:
         """The softmax model that the candidates learn from, where none is given."""
-        if self.part.mode == "scratch" or self.part.teacher:
+        if self.comparison.mode == "scratch" or self.comparison.teacher:
             return
         if not self.classes:
             raise LinvitError(f"{self.data.name} has no labels to train a teacher with: give teacher = … (--teacher)")
-        name = self.part.teacher_recipe_name
-        config = override(self.recipe(name), self.part.teacher_settings)
+        name = self.comparison.teacher_recipe_name
+        config = override(self.recipe(name), self.comparison.teacher_settings)
         if config.needs_teacher:
-            raise LinvitError(f"teacher_recipe {name} learns from a teacher itself: use {self.part.plain_recipe}")
+            raise LinvitError(f"teacher_recipe {name} learns from a teacher itself: use {self.comparison.plain_recipe}")
         self.teacher = None
         task = self.training("teacher", "scratch", softmax, config)
         self.teacher = TrainedTeacher(task.key, task.training)
@@ -270,7 +272,7 @@ class Expansion:
             structure = replace(softmax, candidate=read_candidate(name))
             if structure in wanted:
                 continue
-            if self.config.sides and not mechanism_class(name).capabilities.any_tokens and not self.part.size:
+            if self.config.sides and not mechanism_class(name).capabilities.any_tokens and not self.comparison.size:
                 reason: str | None = "its number of tokens is fixed, and the recipe trains at several sizes"
             else:
                 reason = try_candidate(structure)
@@ -290,19 +292,19 @@ class Expansion:
             config=to_plain(replace(config, size=structure.size, random_sizes=())),
             seed=config.seed,
             teacher=self.teacher,
-            task=self.part.task if kind == "run" else "",
+            task=self.comparison.task if kind == "run" else "",
         )
         return Task(identity, label_of(structure, mode, config.seed, self.own_patch), self.places)
 
     def speeds(self, structure: Structure) -> Iterator[Task]:
         """The candidate's timing, where there is one."""
-        how = dict(vars(self.part.measure))
+        how = dict(vars(self.comparison.measure))
         ladder = how.pop("size")
         if ladder is None:
             ladder = (structure.size, 2 * structure.size, 4 * structure.size)
         if ladder:
             identity = results.SpeedIdentity(**vars(structure), ladder=ladder, **how)
-            yield Task(identity, label_of(structure, self.part.mode, None, self.own_patch), self.places)
+            yield Task(identity, label_of(structure, self.comparison.mode, None, self.own_patch), self.places)
 
 
 def label_of(structure: Structure, mode: str, seed: int | None, own_patch: int | None = None) -> Label:

@@ -34,7 +34,7 @@ SAME_SPEED = 1.05
 
 
 @dataclass(frozen=True)
-class Pick:
+class Recommendation:
     """What to take at one token count."""
 
     tokens: int
@@ -57,7 +57,7 @@ class Picks:
     many: bool
     batch: int
     tolerance: float
-    picks: tuple[Pick, ...]
+    picks: tuple[Recommendation, ...]
 
 
 @dataclass(frozen=True)
@@ -162,14 +162,14 @@ def pick_all(rows: Sequence[CandidateRow], clock: Ladder, tolerance: float) -> P
     return Picks(clock.chip, clock.many, clock.points[0].batch, tolerance, made)
 
 
-def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Pick:
+def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Recommendation:
     """Of candidates timed at one size, by their ratios, which were measured side by side. Times of separate tasks
     decide only where nobody has a ratio. `note` says why softmax has no time here."""
     first, softmax = timed[0][0], next((found for found in timed if found[1].label.candidate == BASELINE), None)
     speeds = [(timing.ratio, timing, row) for timing, row in timed if timing.ratio and (timing, row) != softmax]
     if speeds:
         if max(speed for speed, _, _ in speeds) < SAME_SPEED:  # nothing to win: keep what everyone has
-            return Pick(first.tokens, first.size, softmax[1] if softmax else None, 1.0)
+            return Recommendation(first.tokens, first.size, softmax[1] if softmax else None, 1.0)
         speeds += [(1.0, *softmax)] if softmax else []
     else:
         speeds = [(timing.batch / (timing.median or 1.0), timing, row) for timing, row in timed]
@@ -182,7 +182,7 @@ def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Pi
         ratio = (softmax[0].median or 0.0) * timing.batch / ((timing.median or 1.0) * softmax[0].batch)
     elif ratio is None:
         lost = f"softmax {'runs out of memory' if 'memory' in note else 'was not timed'}"
-    return Pick(timing.tokens, timing.size, row, ratio, rivals, lost)
+    return Recommendation(timing.tokens, timing.size, row, ratio, rivals, lost)
 
 
 def speed_sentence(found: Picks, worth: str) -> str:
@@ -208,7 +208,7 @@ def speed_sentence(found: Picks, worth: str) -> str:
     return f"Take {listing(words)}, giving up at most {points(found.tolerance)} of {worth}"
 
 
-def gain(group: Sequence[Pick], unit: str) -> str:
+def gain(group: Sequence[Recommendation], unit: str) -> str:
     rated = [pick for pick in group if pick.ratio is not None]
     if not rated:
         return f", where {group[-1].lost}"

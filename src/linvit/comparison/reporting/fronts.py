@@ -7,7 +7,7 @@ from linvit.comparison.reporting.answer import clock_of, gather, main_rows, side
 from linvit.comparison.reporting.wording import metric_name
 from linvit.comparison.statistics.estimates import pareto_front
 from linvit.comparison.statistics.rows import CandidateRow, Setting
-from linvit.figures.pareto import Candidate, Panel
+from linvit.figures.pareto import Panel, ParetoPoint
 
 
 def fronts(stores: Sequence[str | Path]) -> list[Panel]:
@@ -33,6 +33,6 @@ def front(setting: Setting) -> Panel | None:
     return Panel(setting.title, xlabel, f"{metric_name(setting.metric)}, %", found, note)
 
 
-def candidate(row: CandidateRow, x: float, on_front: bool) -> Candidate:
+def candidate(row: CandidateRow, x: float, on_front: bool) -> ParetoPoint:
     low, high = row.interval or (None, None)
-    return Candidate(row.name, float(x), row.score.mean, low, high, on_front)
+    return ParetoPoint(row.name, float(x), row.score.mean, low, high, on_front)

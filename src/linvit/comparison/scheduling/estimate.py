@@ -25,6 +25,7 @@ from linvit.training import Config
 Sets = dict[str | None, DataDescription]  # by digest
 BUDGET = 4.0  # seconds for the steps
 STEP = 4e9  # MACs of a step on the CPU, at most: a larger one would take too long
+LEAST = 2  # images of a step: UPerNet's batch norm wants them
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def calibrate(identity: TrainingIdentity, device: str) -> float:
     config, softmax = Config.from_dict(identity.config), replace(identity, candidate=SOFTMAX)
     macs, where = count(softmax).macs, torch.device(device)
     model = build_model(softmax).to(where)
-    batch = max(1, min(config.batch_size, int(STEP / macs))) if device == "cpu" else config.batch_size
+    batch = max(LEAST, min(config.batch_size, int(STEP / macs))) if device == "cpu" else config.batch_size
     while True:
         try:
             with fixed_threads(where, threads(macs * config.batch_size)):
@@ -111,6 +112,6 @@ def calibrate(identity: TrainingIdentity, device: str) -> float:
                 step()  # warms up
                 return 3 * macs * batch / (clock.by_turns([step], where, latency=True, budget=BUDGET)[0].median / 1e3)
         except torch.OutOfMemoryError:
-            if batch == 1:
-                raise LinvitError(f"not even one image of {identity.size} pixels can be trained here") from None
+            if batch <= LEAST:
+                raise LinvitError(f"not even {LEAST} images of {identity.size} pixels can be trained here") from None
             batch //= 2

@@ -195,8 +195,7 @@ class Store:
 
     def clear(self) -> None:
         """Remove what killed processes left half written."""
-        folders = (path for pattern in ("*", "*/*", "*/*/*") for path in self.folder.glob(pattern) if path.is_dir())
-        clear_temporary(self.folder, *folders)
+        clear_temporary(*(Path(folder) for folder, _, _ in os.walk(self.folder)))
 
     def teacher_folder(self, key: str) -> Path:
         return self.folder / "teachers" / key

@@ -7,7 +7,16 @@ from typing import Any, TypeVar
 
 from linvit.codec import digest, to_plain
 from linvit.comparison.description.task import counted_config
-from linvit.comparison.results import Conversion, Drift, Label, Run, Speed, SpeedPoint, TrainedTeacher, TrainingIdentity
+from linvit.comparison.results import (
+    ConversionResult,
+    Drift,
+    Label,
+    Run,
+    Speed,
+    SpeedPoint,
+    TrainedTeacher,
+    TrainingIdentity,
+)
 from linvit.comparison.statistics.estimates import (
     Difference,
     Estimate,
@@ -85,7 +94,7 @@ class CandidateRow:
         return [point for ladder in self.ladders if ladder.same_clock(clock) for point in ladder.points]
 
     @property
-    def conversion(self) -> Conversion | None:
+    def conversion(self) -> ConversionResult | None:
         """Means over seeds; None where nothing was converted."""
         found = [run.conversion for run in self.runs if run.conversion is not None]
         return mean_of(found) if found else None

@@ -42,7 +42,7 @@ def ladders(speeds: Iterable[Speed]) -> list[Ladder]:
     for which, at_size in sorted(found.items()):
         points = tuple(at_size.values())
         memory = fit_exponent((p.tokens, p.peak_bytes / p.batch) for p in points if p.peak_bytes is not None)
-        made.append(fitted(Ladder(*which, points, tuple(map(alone, points)), {}, None, memory)))
+        made.append(fitted(Ladder(*which, points, tuple(map(per_image, points)), {}, None, memory)))
     return made
 
 
@@ -63,13 +63,13 @@ def fitted(ladder: Ladder) -> Ladder:
     return replace(ladder, time=fit_exponent((point.tokens, time) for point, time in pairs if time is not None))
 
 
-def alone(point: SpeedPoint | None) -> float | None:
+def per_image(point: SpeedPoint | None) -> float | None:
     """Milliseconds an image, as they were measured."""
     return None if point is None or point.median is None else point.median / point.batch
 
 
 def on_scale(point: SpeedPoint, softmax: SpeedPoint | None) -> float | None:
-    own, base = alone(point), alone(softmax)
+    own, base = per_image(point), per_image(softmax)
     return base / point.ratio if own is not None and base is not None and point.ratio else own
 
 

@@ -17,8 +17,9 @@
     layer.picture(row)                       (…, height, width) on the keys' grid, prefix tokens left out
     layer.patch_features()                   (patches, channels) that the block around it puts out, or None
 
-    layer_statistics(layer, seen.size)       entropy, effective rank, distance in pixels, over some queries
-    map_distance(layer, other, seen.size)    total variation and cosine between two models' maps of a layer
+    rows = Rows(layer, seen.size)            some queries of a layer, evenly over the picture
+    rows.statistics()                        their entropy, effective rank, distance in pixels
+    rows.distance_to(other)                  total variation and cosine between two models' maps of a layer
 
 Rows are computed when they are asked for, in memory linear in the tokens: `linvit.attention.rows`. `look` makes a twin
 of a model that is not converted yet, so that timm's own attention is seen as well; who looks often makes it once, by
@@ -27,17 +28,7 @@ Fastformer) a row is how far the query's output depends on each token, which `la
 """
 
 from linvit.figures.attention.capture import Seen, look, watchable
-from linvit.figures.attention.layer import Layer
-from linvit.figures.attention.statistics import LayerStatistics, MapDistance, Rows, layer_statistics, map_distance
+from linvit.figures.attention.layer import SeenLayer
+from linvit.figures.attention.statistics import Rows
 
-__all__ = [
-    "Layer",
-    "LayerStatistics",
-    "MapDistance",
-    "Rows",
-    "Seen",
-    "layer_statistics",
-    "look",
-    "map_distance",
-    "watchable",
-]
+__all__ = ["Rows", "Seen", "SeenLayer", "look", "watchable"]

@@ -15,7 +15,7 @@ from linvit.conversion.host import Host
 from linvit.conversion.hosts.pooled import HieraHost
 from linvit.conversion.planning.costs import host_every_layer, told
 from linvit.errors import LinvitError, unknown
-from linvit.figures.attention.layer import Layer
+from linvit.figures.attention.layer import SeenLayer
 from linvit.figures.attention.placing import (
     Places,
     places_in_hiera,
@@ -33,10 +33,10 @@ MOST_PREFIX = 17  # class and register tokens
 class Seen:
     """What every attention layer of a model saw of one image, whose height and width `size` are."""
 
-    layers: list[Layer]
+    layers: list[SeenLayer]
     size: tuple[int, int]
 
-    def layer(self, which: str | int = -1) -> Layer:
+    def layer(self, which: str | int = -1) -> SeenLayer:
         """A layer by number, from the end if negative, or by name."""
         names = [layer.name for layer in self.layers]
         if str(which) in names:
@@ -48,9 +48,9 @@ class Seen:
         except IndexError:
             raise LinvitError(f"there is no layer {which}: the model has 0 to {len(names) - 1}") from None
 
-    def rollout_layers(self, last: Layer) -> list[Layer]:
+    def rollout_layers(self, last: SeenLayer) -> list[SeenLayer]:
         """Those that attention rollout goes through, from `last` back to where the grid changes."""
-        found: list[Layer] = []
+        found: list[SeenLayer] = []
         for layer in reversed(self.layers[: self.layers.index(last) + 1]):
             if not layer.grid == layer.key_grid == last.grid or not layer.mechanism.capabilities.map:
                 break
@@ -60,7 +60,7 @@ class Seen:
             raise LinvitError(f"{last.name} {why}: attention rollout cannot go through it, choose another layer")
         return found
 
-    def rollout(self, last: Layer, weights: Tensor) -> Tensor:
+    def rollout(self, last: SeenLayer, weights: Tensor) -> Tensor:
         """Attention rollout (Abnar and Zuidema): `weights`, `(queries,)` of the last layer, times ½·(map + identity)
         of each layer back to the first on its grid. One vector passes, so no product of maps is made; heads are
         averaged, and rows divided by their sums where these are positive."""
@@ -72,7 +72,7 @@ class Seen:
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """What was kept of a layer's call."""
 
     args: tuple[Any, ...]
@@ -108,7 +108,7 @@ def look(model: nn.Module, image: Tensor) -> Seen:
             hosts: dict[str, Any] = dict(find_hosts(watched))
             cut = {name for name, call in calls.items() if in_windows(call) and not isinstance(hosts[name], HieraHost)}
             places = places_of_windows(watched, image, cut) if cut else {}
-    layers: list[Layer] = []
+    layers: list[SeenLayer] = []
     for name, call in calls.items():
         layers.append(made(len(layers), name, hosts[name], call, places.get(name), size))
     if not layers:
@@ -116,15 +116,15 @@ def look(model: nn.Module, image: Tensor) -> Seen:
     return Seen(layers, size)
 
 
-def record(model: nn.Module, image: Tensor) -> dict[str, Call]:
+def record(model: nn.Module, image: Tensor) -> dict[str, RecordedCall]:
     """The first call of each layer's mechanism, and what the block around the layer puts out."""
-    calls: dict[str, Call] = {}
+    calls: dict[str, RecordedCall] = {}
     handles = []
     hosts: list[tuple[str, Any]] = list(find_hosts(model))
     for name, host in hosts:
 
         def see(mechanism: nn.Module, args: Any, named: Any, name: str = name) -> None:
-            calls.setdefault(name, Call(args, named))
+            calls.setdefault(name, RecordedCall(args, named))
 
         def see_block(block: nn.Module, args: Any, out: Any, name: str = name) -> None:
             out = out[0] if isinstance(out, tuple) else out
@@ -142,11 +142,11 @@ def record(model: nn.Module, image: Tensor) -> dict[str, Call]:
     return calls
 
 
-def in_windows(call: Call) -> bool:
+def in_windows(call: RecordedCall) -> bool:
     return call.args[0].shape[0] > 1
 
 
-def made(index: int, name: str, host: Any, call: Call, keys: Places | None, size: tuple[int, int]) -> Layer:
+def made(index: int, name: str, host: Any, call: RecordedCall, keys: Places | None, size: tuple[int, int]) -> SeenLayer:
     """A layer from its call; where its windows lie decides what its queries and keys are numbered by."""
     (q, k, v, grid), given = (*call.args, None)[:4], {n: value for n, value in call.named.items() if value is not None}
     grid = given.pop("grid", grid)
@@ -163,8 +163,8 @@ def made(index: int, name: str, host: Any, call: Call, keys: Places | None, size
     if keys is None or queries is None:
         whole = grid or unplaced_grid(q.shape[2], size)
         key_grid = given.get("key_grid") or (whole if k.shape[2] == q.shape[2] else unplaced_grid(k.shape[2], size))
-        return Layer(index, name, mechanism, q, k, v, whole, key_grid, grid, given, features=features)
-    return Layer(
+        return SeenLayer(index, name, mechanism, q, k, v, whole, key_grid, grid, given, features=features)
+    return SeenLayer(
         index, name, mechanism, q, k, v, queries.grid, keys.grid, grid, given, queries, keys, features=features
     )
 

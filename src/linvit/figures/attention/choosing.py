@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linvit.errors import LinvitError
 from linvit.figures.attention.capture import Seen
-from linvit.figures.attention.layer import Layer
+from linvit.figures.attention.layer import SeenLayer
 from linvit.figures.photographs import View
 
 
@@ -19,7 +19,7 @@ class Query:
     at: tuple[float, float] | None = None
     pooled: bool = False
 
-    def weights(self, layer: Layer, view: View) -> Tensor:
+    def weights(self, layer: SeenLayer, view: View) -> Tensor:
         """`(queries,)` of a layer."""
         if self.at is not None:
             return layer.one(layer.at(*view.to_input(*self.at), view.size))
@@ -43,7 +43,7 @@ def usual_query(seen: Seen, view: View) -> Query:
     )
 
 
-def usual_layer(seen: Seen) -> Layer:
+def usual_layer(seen: Seen) -> SeenLayer:
     """The last one whose queries see the whole picture, in a grid worth looking at."""
     placed = [layer for layer in seen.layers if layer.placed and layer.key_grid.patches > 1]
     if not placed:
@@ -52,7 +52,7 @@ def usual_layer(seen: Seen) -> Layer:
     return (whole or placed)[-1]
 
 
-def chosen_layers(seen: Seen, which: Sequence[str]) -> list[Layer]:
+def chosen_layers(seen: Seen, which: Sequence[str]) -> list[SeenLayer]:
     """The layers asked for by number or name; `all` is every one that can be drawn, none the usual one."""
     if not which:
         return [usual_layer(seen)]
@@ -61,7 +61,7 @@ def chosen_layers(seen: Seen, which: Sequence[str]) -> list[Layer]:
     return [seen.layer(name) for name in which]
 
 
-def chosen_map(seen: Seen, layer: Layer, view: View, query: Query, rollout: bool = False) -> Tensor:
+def chosen_map(seen: Seen, layer: SeenLayer, view: View, query: Query, rollout: bool = False) -> Tensor:
     """`(heads, height, width)` of a layer's map for a query; of a rollout, which averages the heads, `(1, …)`."""
     weights = query.weights(layer, view)
     return layer.picture(seen.rollout(layer, weights)[None] if rollout else layer.pull(weights))

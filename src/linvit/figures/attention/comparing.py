@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from linvit.figures.attention.capture import Seen, look
 from linvit.figures.attention.choosing import Query, chosen_heads, chosen_layers, chosen_map, usual_layer, usual_query
 from linvit.figures.attention.drawing import LayerNumbers, MapRow
-from linvit.figures.attention.layer import Layer
+from linvit.figures.attention.layer import SeenLayer
 from linvit.figures.attention.statistics import MapDistance, Rows, means
 from linvit.figures.photographs import View
 
 
 @dataclass
-class Comparison:
+class ComparedMaps:
     """What is drawn: rows of maps, numbers by model and layer, and what the maps do not show."""
 
     query: str
@@ -31,7 +31,7 @@ def compare_maps(
     head: str = "mean",
     rollout: bool = False,
     advance: Callable[[], None] = lambda: None,
-) -> Comparison:
+) -> ComparedMaps:
     """Maps for a query, the class token's or the middle's where none is given. Numbers are means over the views."""
     rows: list[MapRow] = []
     notes: dict[str, str] = {}
@@ -56,10 +56,10 @@ def compare_maps(
         for (layer_label, head_label), maps in drawn.items():
             label = "\n".join(part for part in (view.name, layer_label, head_label) if part)
             rows.append(MapRow(label, view, maps, mark))
-    return Comparison(str(asked), rows, {name: averaged(found) for name, found in numbers.items()}, notes)
+    return ComparedMaps(str(asked), rows, {name: averaged(found) for name, found in numbers.items()}, notes)
 
 
-def counterpart(seen: Seen, layer: Layer, first: Seen) -> Layer:
+def counterpart(seen: Seen, layer: SeenLayer, first: Seen) -> SeenLayer:
     """The same layer of another model: by name, else by number, else the usual one."""
     same = next((own for own in seen.layers if own.name == layer.name), None)
     if same is None and len(seen.layers) == len(first.layers):

@@ -14,7 +14,7 @@ from linvit.figures.attention.basis import Basis
 from linvit.figures.attention.capture import Seen, look
 from linvit.figures.attention.choosing import usual_layer
 from linvit.figures.attention.comparing import counterpart
-from linvit.figures.attention.layer import Layer
+from linvit.figures.attention.layer import SeenLayer
 from linvit.figures.photographs import View
 from linvit.figures.style import INK, PHOTOGRAPHS, picture
 
@@ -49,10 +49,10 @@ def compare_features(
     models: Mapping[str, nn.Module], views: Sequence[View], at: tuple[float, float] | None = None, layer: str = ""
 ) -> FeatureComparison:
     """The features that the block around a layer puts out, the last one's unless told."""
-    found: list[dict[str, tuple[Layer, Tensor]]] = []
+    found: list[dict[str, tuple[SeenLayer, Tensor]]] = []
     name = ""
     for view in views:
-        of: dict[str, tuple[Layer, Tensor]] = {}
+        of: dict[str, tuple[SeenLayer, Tensor]] = {}
         first: Seen | None = None
         for label, model in models.items():
             seen = look(model, view.input(model))
@@ -87,7 +87,7 @@ def compare_features(
     return FeatureComparison(rows, name, alike)
 
 
-def last_with_features(seen: Seen, layer: str) -> Layer:
+def last_with_features(seen: Seen, layer: str) -> SeenLayer:
     if layer:
         return seen.layer(layer)
     whole = [own for own in seen.layers if own.grid.patches > 1 and own.patch_features() is not None]

@@ -16,7 +16,7 @@ from linvit.figures.attention.placing import Places
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class SeenLayer:
     """A layer and what it saw. Queries and keys are numbered as on `grid` and `key_grid`, in windows or not: those of
     the whole picture, prefix tokens first."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linvit.attention import TokenGrid
-from linvit.figures.attention.layer import Layer
+from linvit.figures.attention.layer import SeenLayer
 
 T = TypeVar("T")
 QUERIES = 32  # whose rows are looked at
@@ -34,9 +34,9 @@ class MapDistance:
 
 
 class Rows:
-    """The rows of some queries of a layer, `(heads, queries, keys)`."""
+    """The rows of some queries of a layer, `(heads, queries, keys)`, of an input of this height and width."""
 
-    def __init__(self, layer: Layer, size: tuple[int, int], queries: int = QUERIES) -> None:
+    def __init__(self, layer: SeenLayer, size: tuple[int, int], queries: int = QUERIES) -> None:
         self.layer, self.size = layer, size
         self.queries = spread_queries(layer.grid, queries)
 
@@ -51,6 +51,7 @@ class Rows:
         return sizes / sizes.sum(-1, keepdim=True).clamp_min(1e-30)
 
     def statistics(self) -> LayerStatistics:
+        """Entropy, effective rank and distance."""
         shares = self.shares
         entropy = torch.special.entr(shares).sum(-1).mean()
         singular = torch.linalg.svdvals(self.rows.double())
@@ -62,22 +63,12 @@ class Rows:
         return LayerStatistics(float(entropy), float(rank), float(taken.mean()))
 
     def distance_to(self, other: "Rows") -> MapDistance | None:
-        """None where the layers look at other keys or have other heads."""
+        """How far the maps of two models' layers are apart; none where these look at other keys or have other heads."""
         mine, theirs = self.shares, other.shares
         if mine.shape != theirs.shape:
             return None
         variation = (mine - theirs).abs().sum(-1).mean() / 2
         return MapDistance(float(variation), float(torch.cosine_similarity(mine, theirs, dim=-1).mean()))
-
-
-def layer_statistics(layer: Layer, size: tuple[int, int], queries: int = QUERIES) -> LayerStatistics:
-    """Entropy, effective rank and distance of a layer's map, of an input of this height and width."""
-    return Rows(layer, size, queries).statistics()
-
-
-def map_distance(layer: Layer, other: Layer, size: tuple[int, int], queries: int = QUERIES) -> MapDistance | None:
-    """How far the maps of two models' layers are apart; none where they look at other keys."""
-    return Rows(layer, size, queries).distance_to(Rows(other, size, queries))
 
 
 def spread_queries(grid: TokenGrid, queries: int) -> list[int]:
@@ -92,7 +83,7 @@ def spread_queries(grid: TokenGrid, queries: int) -> list[int]:
     return sorted({grid.prefix + place for place in found})
 
 
-def pixel_distances(layer: Layer, queries: list[int], size: tuple[int, int]) -> Tensor:
+def pixel_distances(layer: SeenLayer, queries: list[int], size: tuple[int, int]) -> Tensor:
     """`(queries, key patches)`: between the middles of their patches."""
     own = torch.tensor([query - layer.grid.prefix for query in queries])
     here, there = centres(layer.grid, size)[own], centres(layer.key_grid, size)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linvit.comparison.results import TOP1, Accuracy, Conversion, Drift, EpochAccuracy
+from linvit.comparison.results import TOP1, Accuracy, ConversionResult, Drift, EpochAccuracy
 from linvit.comparison.scheduling.execution.sharing import Bench
 from linvit.measurement.speed import relative_rms
 from linvit.tasks.classify.fitting import ClassifierFitting
@@ -33,7 +33,7 @@ class Judged:
 
     images: int
     accuracy: Accuracy
-    conversion: Conversion | None = None
+    conversion: ConversionResult | None = None
     drift: tuple[Drift, ...] = ()
 
 
@@ -52,7 +52,7 @@ def judge_classifier(fitting: ClassifierFitting, bench: Bench, evaluations: Reco
         drift = measure_drift(fitting.shown, fitting.checks)
     if final.teacher is not None:
         taught, zero_shot = 100 * float((final.teacher == final.labels).mean()), evaluations[0][TOP1]
-        conversion = Conversion(zero_shot, taught, final.agreement, final.kl, bench.report, bench.layers)
+        conversion = ConversionResult(zero_shot, taught, final.agreement, final.kl, bench.report, bench.layers)
     return Judged(len(final.labels), image_by_image(final, evaluations), conversion, drift)
 
 
@@ -97,7 +97,7 @@ def judge_features(fitting: FeatureFitting, bench: Bench, evaluations: Records) 
         right=right,
     )
     taught = found.get(f"teacher_{metric}", 100.0)
-    return Judged(final.images, accuracy, Conversion(seen[0], taught, None, None, bench.report, bench.layers))
+    return Judged(final.images, accuracy, ConversionResult(seen[0], taught, None, None, bench.report, bench.layers))
 
 
 def on_hundred(record: Mapping[str, Any]) -> dict[str, float]:
@@ -128,7 +128,7 @@ def judge_dense(fitting: DenseFitting, bench: Bench, evaluations: Records) -> Ju
     if bench.guide is not None:
         if bench.taught is None:
             bench.taught = in_percent(fitting.evaluate(bench.guide).metrics()).get(metric, 0.0)
-        conversion = Conversion(seen[0], bench.taught, None, None, bench.report)
+        conversion = ConversionResult(seen[0], bench.taught, None, None, bench.report)
     return Judged(len(fitting.task.samples), accuracy, conversion)
 
 

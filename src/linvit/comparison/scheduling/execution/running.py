@@ -64,6 +64,7 @@ def execute(
 def train(task: Task, store: Store, device: str, shared: int, watch: Watch | None) -> Run:
     """A run or a teacher."""
     config = Config.from_dict(task.training.config)
+    SHARED.sharing = shared
     processes = make_processes(config, device)
     memory = Memory(processes.device, watch)
     try:

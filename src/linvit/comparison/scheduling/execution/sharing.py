@@ -8,7 +8,7 @@ not depend on what was kept.
 import copy
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from linvit.training.objectives.teacher import open_teacher
 
 HELD = 6  # decoded sets that stay, the latest ones
 CALIBRATION, BATCH = 256, 64  # images to measure layers on, and how many at once
-WORKERS = min(8, (os.cpu_count() or 1) // 2)  # that read images for detectors and segmenters on a GPU
+WORKERS = 8  # that read images for a detector or segmenter on a GPU, at most
 
 
 @dataclass
@@ -59,6 +59,7 @@ class Shared:
         self.teachers: dict[tuple[str, str], nn.Module] = {}
         self.trunks: dict[tuple[str, str], nn.Module] = {}
         self.bench: Bench | None = None
+        self.sharing = 1  # runs that have the device now
 
     def data(self, task: Task) -> Sets | DenseSets:
         """The task's training and validation set, from where this machine has it, if it is the same set."""
@@ -67,11 +68,16 @@ class Shared:
         if (name, root, wanted) not in self.sets:
             check_digest(name, "set", describe(name, root, head, task.training.task).digest, wanted)
             self.sets[name, root, wanted] = (
-                open_dense_sets(name, root, head, WORKERS if torch.cuda.is_available() else 0)
+                open_dense_sets(name, root, head)
                 if head
                 else Sets(*open_data(name, root=root or None, unlabelled=of_features), held=self.held)
             )
-        return self.sets[name, root, wanted]
+        found = self.sets[name, root, wanted]
+        return replace(found, workers=self.readers()) if isinstance(found, DenseSets) else found
+
+    def readers(self) -> int:
+        """Processes that read images for a detector or segmenter: over all runs no more than there are cores."""
+        return max(1, min(WORKERS, (os.cpu_count() or 1) // self.sharing)) if torch.cuda.is_available() else 0
 
     def trunk(self, task: Task) -> nn.Module | None:
         """The classifier whose weights a detector's or segmenter's trunk starts from, where there is one."""
