@@ -44,7 +44,7 @@ fi
 
 # model's short name, then words of the command
 compiled() {
-  bench "model-$1" model "${@:2}" --modes compiled,graph --budget 0.5
+  bench "model-$1" model "${@:2}" --runtime compiled,graph --budget 0.5
 }
 if part models; then
   for plan in stella relu_linear mixa castling qt; do
@@ -66,7 +66,7 @@ if part dense; then
   for head in faster_rcnn semantic_fpn; do
     for pyramid in simple adapter; do
       bench dense-$head-$pyramid model $head --model-arg backbone=vit_tiny_patch16_224 --model-arg num_classes=20 \
-        --model-arg pyramid=$pyramid --plan stella,mixa:keep=6 --size 448,1024 --batch 32,8 --modes compiled --budget 0.5
+        --model-arg pyramid=$pyramid --plan stella,mixa:keep=6 --size 448,1024 --batch 32,8 --runtime compiled --budget 0.5
     done
   done
 fi
@@ -90,9 +90,9 @@ tiny=(training vit_tiny_patch16_224 --model-arg img_size=128 --model-arg patch_s
 if [ "$warm" ]; then
   for size in "224 64" "224 256" "896 16" "1792 4"; do
     read -r pixels batch <<<"$size"
-    bench model-deit_small-stella "${deit[@]}" --size "$pixels" --batch "$batch" --modes compiled --passes training
+    bench model-deit_small-stella "${deit[@]}" --size "$pixels" --batch "$batch" --runtime compiled --passes training
   done
-  bench model-deit_small-stella "${deit[@]}" "${sizes[@]}" --modes compiled --passes inference
+  bench model-deit_small-stella "${deit[@]}" "${sizes[@]}" --runtime compiled --passes inference
   bench op-stella op -m stella --preset deit --compared compiled
   for batch in 1 8 64; do
     bench op-stella-compiled "${corners[@]}" --batch $batch --compared ours,compiled
@@ -116,7 +116,7 @@ if [ "$warm" ]; then
   exit
 fi
 
-bench model-deit_small-stella "${deit[@]}" "${sizes[@]}" --modes compiled,graph --budget 0.5
+bench model-deit_small-stella "${deit[@]}" "${sizes[@]}" --runtime compiled,graph --budget 0.5
 bench op-stella-grid op -m stella --preset grid --compared ours,sdpa --budget 0.02
 bench op-stella op -m stella --preset deit --budget 0.04
 bench op-stella-compiled "${corners[@]}" --batch 1,8,64 --compared ours,compiled --budget 0.02
@@ -132,5 +132,5 @@ bench op-relu_quadratic "${quadratic[@]}" --compared ours,sdpa,reference --budge
 bench op-relu_quadratic-bias "${windows[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-mobile "${mobile[@]}" --compared ours,sdpa,reference --budget 0.04
 bench op-efficient "${efficient[@]}" --compared ours,sdpa,reference --budget 0.04
-bench model-deit_small-stella-eager "${deit[@]}" "${sizes[@]}" --modes eager --budget 0.2
-bench model-swin_tiny-mixa "${swin[@]}" --size 224 --batch 128 --modes eager --budget 0.5
+bench model-deit_small-stella-eager "${deit[@]}" "${sizes[@]}" --runtime eager --budget 0.2
+bench model-swin_tiny-mixa "${swin[@]}" --size 224 --batch 128 --runtime eager --budget 0.5

@@ -25,8 +25,8 @@ layers of softmax with more keys than two heads are wide, where linear attention
     benchmarks/measure_auto.sh FOLDER NAME
 
 A model is never slower for `auto`: what does not pay stays, and below each table stands why. A relative bias is not
-given up unless it is named, `drop=("relative_bias",)`. On a CPU it is one image, one thread and eager PyTorch that
-[keeps its memory](deployment.md).
+given up unless it is named: `--drop relative_bias`, or `drop=("relative_bias",)` in Python. On a CPU it is one image,
+one thread and eager PyTorch that [keeps its memory](deployment.md).
 """
 
 

@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     text = text.replace("depths = [1, 2, 1]\nheads = [1, 2, 4]", "depths = [1, 1]\nheads = [1, 2]")
     text = re.sub(r"plans = \[.*\]", f"plans = {CANDIDATES}", text).replace("width = 32", "width = 8")
     path = tmp_path / "small.toml"
-    path.write_text(text.replace("'", '"').replace("seeds = [0]", "seeds = [0]\npatch_sizes = [8]"), encoding="utf-8")
+    path.write_text(text.replace("'", '"').replace("seeds = [0]", "seeds = [0]\npatch_size = [8]"), encoding="utf-8")
     for name, value in {"SIZES": {32: 1, 64: 2}, "ROUNDS": 2, "SECONDS": 0.01}.items():
         monkeypatch.setattr(photograph, name, value)
     monkeypatch.setattr(comparing, "WORKERS", 1)
@@ -86,12 +86,12 @@ def test_whole_demo_and_once_more(small: Path, screen: Screen, capsys: pytest.Ca
 
 def goes_on_then_begins_afresh(small: Path, folder: Path, screen: Screen) -> None:
     request, store = read_request(str(small), {}), Store(folder)
-    lost = next(task for task in request.tasks if task.kind == "run")
-    kept = store.path(request.tasks[0]).stat().st_mtime_ns
+    lost = next(job for job in request.jobs if job.kind == "run")
+    kept = store.path(request.jobs[0]).stat().st_mtime_ns
     store.path(lost).unlink()
     assert comparing.compare(str(small), folder, screen)
-    assert "Going on with a demo that was stopped: 6 of 7 tasks are done." in said(screen)
-    assert store.finished(lost) and store.path(request.tasks[0]).stat().st_mtime_ns == kept
+    assert "Going on with a demo that was stopped: 6 of 7 jobs are done." in said(screen)
+    assert store.finished(lost) and store.path(request.jobs[0]).stat().st_mtime_ns == kept
     comparing.open_store(folder, request, screen)
     assert "Beginning afresh" in said(screen) and not folder.exists()
 

@@ -67,6 +67,14 @@ def test_commands_exist(document: Path) -> None:
     assert set(re.findall(r"(?:^    |`)make ([a-z]+)", text, re.MULTILINE)) <= targets
 
 
+@named
+def test_commands_can_be_copied_with_what_is_said_of_them(document: Path) -> None:
+    """What stands behind a command is a comment: it would be taken for arguments where the block is copied whole."""
+    bare = r"^    (?:linvit|pip|make|python|benchmarks/\S+)\b.*\S {3,}[^#\s\\-].*$"
+    found = re.findall(bare, document.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [line for line in found if " # " not in line] == []
+
+
 @pytest.mark.parametrize(
     "document",
     [

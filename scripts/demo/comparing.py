@@ -11,8 +11,8 @@ from typing import Any
 
 from linvit.cli.output import console, table
 from linvit.comparison import report as write_report
+from linvit.comparison.description.job import Job
 from linvit.comparison.description.request import Request, read_request
-from linvit.comparison.description.task import Task
 from linvit.comparison.reporting import Contents
 from linvit.comparison.results import Speed
 from linvit.comparison.scheduling.places.choice import choose
@@ -26,7 +26,7 @@ DOING = {"teacher": "training the teacher", "run": "distilling", "speed": "timin
 
 
 def compare(preset: str, folder: Path, screen: Screen) -> bool:
-    """Do all tasks of a comparison; whether all of them succeeded. One that was killed goes on."""
+    """Do all jobs of a comparison; whether all of them succeeded. One that was killed goes on."""
     request = read_request(preset, {})
     store = open_store(folder, request, screen)
     command = ["linvit", "compare", preset, "-o", shown(folder), "--per-gpu", str(WORKERS)]
@@ -35,16 +35,16 @@ def compare(preset: str, folder: Path, screen: Screen) -> bool:
     sys.argv = command  # what the result files name as theirs
     store.ask(request.comparisons[0])
     work = choose("auto", per_gpu=WORKERS)
-    summary = work(request.tasks, store, watch=watcher(request.tasks, store, screen), retry=True)
+    summary = work(request.jobs, store, watch=watcher(request.jobs, store, screen), retry=True)
     return summary.complete
 
 
 def open_store(folder: Path, request: Request, screen: Screen) -> Store:
     """The store of a demo that was stopped on its way; else an empty one."""
     store = Store(folder)
-    finished = sum(store.finished(task) for task in request.tasks)
-    if finished < len(request.tasks) and store.comparisons() == request.comparisons:
-        screen.say(f"Going on with a demo that was stopped: {finished} of {len(request.tasks)} tasks are done.")
+    finished = sum(store.finished(job) for job in request.jobs)
+    if finished < len(request.jobs) and store.comparisons() == request.comparisons:
+        screen.say(f"Going on with a demo that was stopped: {finished} of {len(request.jobs)} jobs are done.")
         return store
     if folder.exists():
         screen.say("Beginning afresh: the last demo's results are removed.")
@@ -57,41 +57,41 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def watcher(tasks: Sequence[Task], store: Store, screen: Screen) -> Callable[[Task, dict[str, Any]], None]:
-    """Hears what happens to tasks: moves the bar, and says how each ended."""
-    shares = {task.key: float(store.finished(task)) for task in tasks}
-    weights = {task.key: SECONDS[task.kind] for task in tasks}
-    running: dict[str, Task] = {}
+def watcher(jobs: Sequence[Job], store: Store, screen: Screen) -> Callable[[Job, dict[str, Any]], None]:
+    """Hears what happens to jobs: moves the bar, and says how each ended."""
+    shares = {job.key: float(store.finished(job)) for job in jobs}
+    weights = {job.key: SECONDS[job.kind] for job in jobs}
+    running: dict[str, Job] = {}
 
-    def watch(task: Task, record: dict[str, Any]) -> None:
+    def watch(job: Job, record: dict[str, Any]) -> None:
         kind = record["kind"]
         if kind == "start":
-            running[task.key] = task
+            running[job.key] = job
         elif kind == "train":
-            shares[task.key] = record["step"] / record["steps"]
+            shares[job.key] = record["step"] / record["steps"]
         elif kind == "speed":
-            rows = 2 * len(task.identity.ladder) + 1  # one image and a batch at each size, and a training step
-            shares[task.key] = min(1.0, shares[task.key] + 1 / rows)
+            rows = 2 * len(job.identity.ladder) + 1  # one image and a batch at each size, and a training step
+            shares[job.key] = min(1.0, shares[job.key] + 1 / rows)
         elif kind in ("done", "failed", "lost"):
-            running.pop(task.key, None)
-            shares[task.key] = float(kind == "done")
-            screen.say(ended(task, record, store))
+            running.pop(job.key, None)
+            shares[job.key] = float(kind == "done")
+            screen.say(ended(job, record, store))
         share = sum(weights[key] * shares[key] for key in weights) / sum(weights.values())
         screen.at("comparing", share, doing(list(running.values())))
 
     return watch
 
 
-def doing(tasks: Sequence[Task]) -> str:
-    if not tasks:
+def doing(jobs: Sequence[Job]) -> str:
+    if not jobs:
         return "starting workers"
-    kind = tasks[0].kind
-    return DOING[kind] if kind == "teacher" else f"{DOING[kind]} {', '.join(task.label.candidate for task in tasks)}"
+    kind = jobs[0].kind
+    return DOING[kind] if kind == "teacher" else f"{DOING[kind]} {', '.join(job.label.candidate for job in jobs)}"
 
 
-def ended(task: Task, record: dict[str, Any], store: Store) -> str:
-    name = "teacher" if task.kind == "teacher" else task.label.candidate
-    found = store.result(task)
+def ended(job: Job, record: dict[str, Any], store: Store) -> str:
+    name = "teacher" if job.kind == "teacher" else job.label.candidate
+    found = store.result(job)
     if record["kind"] != "done" or found is None:
         return f"  {name:<12} {record['kind']}: {record.get('error') or record.get('text')}"
     if isinstance(found, Speed):

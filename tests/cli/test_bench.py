@@ -90,7 +90,7 @@ def test_model(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("linvit.conversion.convert", convert)
     path = tmp_path / "model.json"
-    asked = ["test_vit", "--size", "32,64", "--batch", "2", "--modes", "eager", "--budget", "0.01"]
+    asked = ["test_vit", "--size", "32,64", "--batch", "2", "--runtime", "eager", "--budget", "0.01"]
     outcome = linvit("bench", "model", *asked, "--device", "cpu", "-o", str(path))
     assert outcome.code == 0, outcome.err
     result = json.loads(path.read_text())
@@ -115,7 +115,7 @@ def test_a_wrong_model_costs_the_other_nothing(
 
     monkeypatch.setattr("linvit.conversion.convert", convert)
     path = tmp_path / "model.json"
-    asked = ["test_vit", "--size", "32", "--batch", "2", "--modes", "eager", "--passes", "inference"]
+    asked = ["test_vit", "--size", "32", "--batch", "2", "--runtime", "eager", "--passes", "inference"]
     asked += ["--budget", "0.01", "--device", "cpu", "-o", str(path)]
     assert linvit("bench", "model", *asked).code == 1
     softmax, converted = json.loads(path.read_text())["rows"]
@@ -124,7 +124,7 @@ def test_a_wrong_model_costs_the_other_nothing(
 
 
 def test_an_image_need_not_be_square(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
-    asked = ["bench", "model", "test_vit", "--plan=mixa", "--keep=1", "--size=32x64", "--batch=2", "--modes=eager"]
+    asked = ["bench", "model", "test_vit", "--plan=mixa", "--keep=1", "--size=32x64", "--batch=2", "--runtime=eager"]
     asked += ["--passes=inference", "--budget=0.01", "--device=cpu", "--json"]
     outcome = linvit(*asked, "-o", str(tmp_path / "model.json"))
     assert [(row["resolution"], row["status"]) for row in outcome.json["rows"]] == [("32x64", "ok")] * 2
@@ -136,13 +136,13 @@ def test_an_image_need_not_be_square(linvit: Callable[..., Outcome], tmp_path: P
 def test_compiled_training(linvit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
     asked = ["test_vit", "--size", "32", "--batch", "2", "--budget", "0.01", "--passes", "training"]
-    asked += ["--modes", "compiled", "--device", "cpu", "--json", "-o", str(tmp_path / "model.json")]
+    asked += ["--runtime", "compiled", "--device", "cpu", "--json", "-o", str(tmp_path / "model.json")]
     outcome = linvit("bench", "model", *asked)
     assert [row["status"] for row in outcome.json["rows"]] == ["ok", "ok"], outcome.json
 
 
 def test_a_cuda_graph_needs_a_cuda_device(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
-    asked = ["test_vit", "--size", "32", "--modes", "graph", "--device", "cpu"]
+    asked = ["test_vit", "--size", "32", "--runtime", "graph", "--device", "cpu"]
     asked += ["-o", str(tmp_path / "model.json")]
     outcome = linvit("bench", "model", *asked)
     assert outcome.code == 2 and "needs a CUDA device" in outcome.err
@@ -185,7 +185,7 @@ def test_a_model_is_named_or_a_result_shown(linvit: Callable[..., Outcome]) -> N
 
 
 def test_what_a_conversion_gives_up_and_the_models_arguments(linvit: Callable[..., Outcome], tmp_path: Path) -> None:
-    asked = ["swin_tiny_patch4_window7_224", "--plan", "stella", "--size", "32", "--batch", "1", "--modes", "eager"]
+    asked = ["swin_tiny_patch4_window7_224", "--plan", "stella", "--size", "32", "--batch", "1", "--runtime", "eager"]
     asked += ["--model-arg=embed_dim=12", "--model-arg=window_size=4", "--passes=inference", "--budget=0.01"]
     refused = linvit("bench", "model", *asked, "--device=cpu", "-o", str(tmp_path / "refused.json"))
     assert refused.code == 2 and "relative_bias" in refused.err and not list(tmp_path.iterdir())
@@ -209,3 +209,7 @@ def test_auto_says_what_pays_and_goes_on(linvit: Callable[..., Outcome], tmp_pat
     assert linvit("bench", "auto", "--from", str(path), "--json").json["kind"] == "bench auto"
     wrong = linvit(*asked, "vit_tinny", "-o", str(tmp_path / "wrong.json"))
     assert wrong.code == 2 and "unknown timm model" in wrong.err
+    wrong = linvit(*asked, "test_vit", "--plan", "mixa", "-o", str(tmp_path / "wrong.json"))
+    assert wrong.code == 2 and "mixa gives different layers different mechanisms" in wrong.err
+    row = linvit(*asked, "swinv2_tiny_window8_256", "--size", "224", "--json", "-o", str(tmp_path / "size.json")).json
+    assert "the model cannot take images of 224×224: shape" in row["rows"][0]["reason"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +34,7 @@ VERBS = {
             "--output",
             "--plot",
         ),
-        *("--drop", "--device", "--batch", "--precision", "--mode", "--points", "--checkpoint", "--pretrained"),
+        *("--drop", "--device", "--batch", "--precision", "--runtime", "--points", "--checkpoint", "--pretrained"),
         *("--model-arg", "--json"),
     },
     "convert": {
@@ -69,7 +71,7 @@ VERBS = {
     "compare": {
         *("what", "--output", "--mode", "--model", "--model-arg", "--backbone", "--plan", "--data", "--root"),
         *("--recipe", "--task"),
-        *("--set", "--seeds", "--patch-sizes", "--size", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
+        *("--set", "--seeds", "--patch-size", "--size", "--teacher", "--engine", "--per-gpu", "--address", "--cpus"),
         *("--only", "--retry", "--dry-run", "--show", "--merge", "--pack", "--json"),
     },
     "report": {"stores", "--output", "--md", "--csv", "--json"},
@@ -79,8 +81,8 @@ VERBS = {
         *("--compared", "--precision", "--device", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
     },
     "bench model": {
-        *("name", "--plan", "--option", "--keep", "--drop", "--model-arg", "--size", "--batch", "--passes", "--modes"),
-        *("--precision", "--device"),
+        *("name", "--plan", "--option", "--keep", "--drop", "--model-arg", "--size", "--batch", "--passes"),
+        *("--runtime", "--precision", "--device"),
         *("--budget", "--output", "--resume", "--from", "--json"),
     },
     "bench edge": {
@@ -139,7 +141,7 @@ def test_verbs_and_options_are_frozen() -> None:
 
 @every
 def test_one_word_for_one_thing(verb: str) -> None:
-    """A plan is --plan and an image size --size on every verb, with no second name for either."""
+    """A plan is --plan, an image size --size and so on, on every verb, with no second name for any."""
     (command,) = (found for name, found in commands() if name == verb)
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     several = (
@@ -150,7 +152,9 @@ def test_one_word_for_one_thing(verb: str) -> None:
     )  # plans beside each other, as stella,mixa:keep=6
     runtime = {"--to"} if verb == "export" else set()  # there it names where the file goes
     second = {"--to", "--candidates", "--plans", "--input-size", "--resolution", "--resolutions", "--sizes"}
+    second |= {"--modes", "--patch-sizes"}
     assert not options & (second - runtime)
+    assert "--mode" not in options or verb == "compare"  # scratch or distil; eager, compiled or graph is a --runtime
     if {"--option", "--keep", "--drop"} & options and "--mechanism" not in options and verb not in several:
         assert {"--plan", "--option", "--keep", "--drop"} <= options
 
@@ -160,6 +164,26 @@ def test_help_shows_an_example(linvit: Callable[..., Outcome], verb: str) -> Non
     outcome = linvit(*verb.split(), "--help")
     assert outcome.code == 0
     assert f"Example: linvit {verb}" in outcome.out and "\\b" not in outcome.out
+
+
+@pytest.mark.parametrize("group", ["bench", "show"])
+def test_a_group_lists_its_verbs_whole(linvit: Callable[..., Outcome], group: str) -> None:
+    outcome = linvit(group, "--help")
+    assert outcome.code == 0 and "..." not in outcome.out.partition("Commands:")[2] and "\\b" not in outcome.out
+    (example,) = re.findall(r"Example: linvit (.*)", outcome.out)
+    (command,) = (found for name, found in commands() if example.startswith(f"{name} "))
+    command.make_context("linvit", shlex.split(example)[2:])
+
+
+@every
+def test_examples_of_the_help_parse(verb: str) -> None:
+    (command,) = (found for name, found in commands() if name == verb)
+    examples = re.findall(r"Example: linvit (.*)", command.help or "")
+    assert examples
+    for example in examples:
+        words = shlex.split(example)
+        assert words[: len(verb.split())] == verb.split()
+        command.make_context(verb, words[len(verb.split()) :])  # raises for what it does not know
 
 
 @every

@@ -16,7 +16,7 @@ from tests.cli.conftest import Outcome
 
 TINY = (
     *("--model", "fair", "--model-arg", "width=8", "--model-arg", "depths=[1]", "--model-arg", "heads=[1]"),
-    *("--patch-sizes", "8", "--size", "32", "--recipe", "deit", "--data", "digits"),
+    *("--patch-size", "8", "--size", "32", "--recipe", "deit", "--data", "digits"),
     *("--set", "epochs=1", "--set", "warmup_epochs=0", "--set", "batch_size=512", "--set", "precision=fp32"),
     *("--set", "ema=none", "--set", "randaugment=none", "--set", "lr_batch=none"),
 )
@@ -25,7 +25,7 @@ data = "digits"
 settings = ["epochs=1", "warmup_epochs=0", "batch_size=512", "precision=fp32", "ema=none", "randaugment=none"]
 plans = ["softmax", "stella"]
 seeds = [0, 1]
-patch_sizes = [8]
+patch_size = [8]
 size = [32]
 [architecture]
 model = "fair"
@@ -123,10 +123,10 @@ def test_flags_alone_and_a_failed_run(
 
     real, wrong = running.execute, ["stella"]
 
-    def execute(task: Any, store: Any, **options: Any) -> dict[str, Any]:
-        if task.label.candidate in wrong:
+    def execute(job: Any, store: Any, **options: Any) -> dict[str, Any]:
+        if job.label.candidate in wrong:
             raise RuntimeError("no luck today")
-        return real(task, store, **options)
+        return real(job, store, **options)
 
     monkeypatch.setattr(running, "execute", execute)
     arguments = ("compare", *TINY, "--plan", "softmax,stella", "-o", str(tmp_path))
@@ -149,7 +149,7 @@ def test_ctrl_c(linvit: Callable[..., Outcome], tiny: str, tmp_path: Path, monke
 
     monkeypatch.setattr(running, "execute", interrupt)
     outcome = linvit("compare", tiny, "-o", str(tmp_path / "s"), "--pack", str(tmp_path / "s.tar"))
-    assert outcome.code == 130 and "stopped: 0 of 6 tasks are finished, the same command goes on" in outcome.err
+    assert outcome.code == 130 and "stopped: 0 of 6 jobs are finished, the same command goes on" in outcome.err
     assert (tmp_path / "s.tar").exists(), "packed all the same"
 
 
@@ -169,11 +169,11 @@ def test_the_grid_in_words(linvit: Callable[..., Outcome]) -> None:
 
 
 def test_flags_hold_in_all_parts(linvit: Callable[..., Outcome], tiny: str) -> None:
-    Path(tiny).write_text(FILE + '[[also]]\npatch_sizes = [4]\nseeds = [5]\nplans = ["qt"]\n')
+    Path(tiny).write_text(FILE + '[[also]]\npatch_size = [4]\nseeds = [5]\nplans = ["qt"]\n')
     counts = lambda *flags: linvit("compare", tiny, *flags, "--dry-run", "--json").json["runs"]  # noqa: E731
     assert counts() == 2 * 2 + 1
     assert counts("--plan", "stella") == 2 + 1
-    assert counts("--patch-sizes", "8", "--seeds", "0") == 2 + 1
+    assert counts("--patch-size", "8", "--seeds", "0") == 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_flags_hold_in_all_parts(linvit: Callable[..., Outcome], tiny: str) -> N
         (("digits", "--engine", "local", "--per-gpu", "2"), "--per-gpu is for workers"),
         (("digits", "--engine", "gpus", "--address", "x"), "Ray cluster"),
         (("digits", "--model-arg", "width=3"), "give --model too"),
-        (("digits", "--only", "zz"), "no task has the key zz"),
+        (("digits", "--only", "zz"), "no job has the key zz"),
         (("imagenette",), "no data at imagenette128.tar"),
         (("digits", "--teacher", "x"), "mode"),
         ((), "say what to compare"),
@@ -215,21 +215,21 @@ def test_the_bars_at_a_terminal(tmp_path: Path) -> None:
     from linvit.cli.compare_output import bars
     from linvit.cli.output import live
     from linvit.comparison.scheduling.store import Store
-    from tests.comparison.tasks import make_result, make_task
+    from tests.comparison.jobs import make_job, make_result
 
-    store, tasks = Store(tmp_path), [make_task(1), make_task(2), make_task(3, "speed")]
+    store, jobs = Store(tmp_path), [make_job(1), make_job(2), make_job(3, "speed")]
     screen = io.StringIO()
     train = {"kind": "train", "step": 5, "steps": 10, "stage": "train", "loss": 1.0, "images_per_second": None}
     with live(Console(file=screen, force_terminal=True, width=100, highlight=False)) as shown:
-        watch = bars(tasks, store, shown)
+        watch = bars(jobs, store, shown)
         for record in ({"kind": "start"}, train, {"kind": "lost", "text": "killed [-9]"}, train):
-            watch(tasks[0], record)
-        watch(tasks[0], {"kind": "eval", "epoch": 3.0, "top1": 51.234})
-        watch(tasks[1], {"kind": "failed", "error": "no [luck]"})
-        watch(tasks[2], {"kind": "start"})
-        watch(tasks[2], {"kind": "speed", "size": 32})
-        store.write(tasks[0], make_result(tasks[0], top1=60.0, seconds=100.0))
-        watch(tasks[0], {"kind": "done"})
+            watch(jobs[0], record)
+        watch(jobs[0], {"kind": "eval", "epoch": 3.0, "top1": 51.234})
+        watch(jobs[1], {"kind": "failed", "error": "no [luck]"})
+        watch(jobs[2], {"kind": "start"})
+        watch(jobs[2], {"kind": "speed", "size": 32})
+        store.write(jobs[0], make_result(jobs[0], top1=60.0, seconds=100.0))
+        watch(jobs[0], {"kind": "done"})
     text = screen.getvalue()
     for words in ("c1 patch 4 32 px seed 1: lost: killed [-9]", "failed: no [luck]", "top-1 60.00, 2 min", "1 of 3"):
         assert words in text

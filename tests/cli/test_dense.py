@@ -160,7 +160,7 @@ def test_bench(linvit: Linvit, segmenter: Path, tmp_path: Path, monkeypatch: pyt
     few = ["--size=32", "--batch=2", "--budget=0.005", "--device=cpu"]
     model = [word for word in head("faster_rcnn") if word != "--no-pretrained"]
     path = tmp_path / "dense.json"
-    args = ["bench", "model", *model, "--plan=stella,mixa:keep=1", *few, "--modes=eager", "-o", str(path)]
+    args = ["bench", "model", *model, "--plan=stella,mixa:keep=1", *few, "--runtime=eager", "-o", str(path)]
     outcome = linvit(*args)
     assert outcome.code == 0, outcome.err
     result = json.loads(path.read_text())
@@ -183,7 +183,7 @@ def test_bench(linvit: Linvit, segmenter: Path, tmp_path: Path, monkeypatch: pyt
 
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", compile_quickly)
-    args = ["bench", "model", str(segmenter), *few, "--modes=compiled", "--passes=training", "--json"]
+    args = ["bench", "model", str(segmenter), *few, "--runtime=compiled", "--passes=training", "--json"]
     rows = linvit(*args, "-o", str(tmp_path / "saved.json")).json["rows"]
     assert [row["status"] for row in rows] == ["ok"] * 2 and compiled == ["Backbone", "FeaturePyramidNetwork"] * 2
 
@@ -196,7 +196,7 @@ def test_what_is_off_gets_no_speed(linvit: Linvit, segmenter: Path, tmp_path: Pa
 
     monkeypatch.setattr("linvit.conversion.convert", convert)
     args = ["bench", "model", str(segmenter), "--size=32", "--batch=1", "--budget=0.005", "--device=cpu"]
-    outcome = linvit(*args, "--passes=inference", "--modes=eager", "-o", str(tmp_path / "b.json"))
+    outcome = linvit(*args, "--passes=inference", "--runtime=eager", "-o", str(tmp_path / "b.json"))
     assert outcome.code == 1 and "wrong" in outcome.out
 
 
@@ -247,7 +247,7 @@ def test_mistakes(linvit: Linvit, voc: Path, segmenter: Path, detector: Path, tm
         (["predict", "semantic_fpn", "a.png"], "semantic_fpn has learnt nothing"),
         (["predict", str(segmenter), str(tmp_path / "ade" / "nothing")], "there is no image"),
         (["bench", "model", "semantic_fpn", "--device=cpu"], "semantic_fpn wants a backbone"),
-        (["bench", "model", str(segmenter), "--modes=graph", "--device=cpu", "-o", str(tmp_path / "b.json")],
+        (["bench", "model", str(segmenter), "--runtime=graph", "--device=cpu", "-o", str(tmp_path / "b.json")],
          "use eager or compiled"),
     ):  # fmt: skip
         outcome = linvit(*args)

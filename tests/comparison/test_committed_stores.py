@@ -54,10 +54,10 @@ def test_every_file_is_read_and_would_be_written_again(folder: Path) -> None:
 def test_keys_are_those_of_their_identities(folder: Path) -> None:
     """A key that changes here makes every finished run be done again."""
     for result in Store(folder).results():
-        *teachers, task = from_result(to_plain(result), {})
+        *teachers, job = from_result(to_plain(result), {})
         time, key = EARLIER.get(result.key, ("", ""))
         wanted = key if result.environment.time == time else result.key
-        assert (task.key, task.candidate_key) == (wanted, result.candidate_key)
+        assert (job.key, job.candidate_key) == (wanted, result.candidate_key)
         taught = result.identity.teacher if isinstance(result, Run) else None
         assert len(teachers) == bool(taught)
         assert all(teacher.key in (taught.key, EARLIER.get(taught.key, ("", ""))[1]) for teacher in teachers)

@@ -32,7 +32,7 @@ from linvit.comparison.scheduling.execution.running import execute
 from linvit.comparison.scheduling.execution.sharing import Shared
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from tests.comparison.tasks import runs_of, speeds_of, without_timings
+from tests.comparison.jobs import runs_of, speeds_of, without_timings
 from tests.comparison.test_running import run_and_die
 from tests.dense_shapes import NAMES, write_boxes, write_masks
 
@@ -94,13 +94,13 @@ def scratch(place: Path) -> Path:
 
 
 def test_every_candidate_starts_from_the_trunk(place: Path) -> None:
-    tasks, _ = survey(asked(place))
+    jobs, _ = survey(asked(place))
     trunk = linvit.load(place / "trunk")
     wanted = {name: tensor for name, tensor in trunk.state_dict().items() if "mlp" in name}
     heads = []
-    for task in tasks:
-        assert task.places["backbone"] == str(place / "trunk")
-        model = build_model(task.identity, seed=task.training.seed, trunk=running.SHARED.trunk(task))
+    for job in jobs:
+        assert job.places["backbone"] == str(place / "trunk")
+        model = build_model(job.identity, seed=job.training.seed, trunk=running.SHARED.trunk(job))
         own = model.backbone.trunk.state_dict()
         assert wanted and all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
         heads.append(model.head.classifier.weight)
@@ -109,9 +109,9 @@ def test_every_candidate_starts_from_the_trunk(place: Path) -> None:
 
 def test_a_key_knows_the_weights_and_not_where_they_lie(place: Path, tmp_path: Path) -> None:
     def keys(**changes: Any) -> set[str]:
-        tasks, _ = survey(asked(place, plans=("softmax",), **changes))
-        assert str(tmp_path) not in json.dumps(to_plain([task.identity for task in tasks]))
-        return {task.key for task in tasks}
+        jobs, _ = survey(asked(place, plans=("softmax",), **changes))
+        assert str(tmp_path) not in json.dumps(to_plain([job.identity for job in jobs]))
+        return {job.key for job in jobs}
 
     first = keys()
     moved = str(shutil.copytree(place / "trunk", tmp_path / "moved"))
@@ -197,22 +197,22 @@ def test_distilling(place: Path) -> None:
     check_report(contents, "mIoU")
     assert "zero-shot, % | seeds" in markdown(contents)
     given = asked(place, mode="distil", settings=stages, teacher=str(folder), architecture={"model": "fair"}, size=())
-    (task, *_), _ = survey(replace(given, plans=("stella",), seeds=(0,)))
-    assert (task.identity.head, task.identity.size, task.identity.classes) == ("semantic_fpn", 64, 3)
-    again, before = (without_timings(run).accuracy for run in (execute(task, store, device="cpu"), runs["stella"]))
+    (job, *_), _ = survey(replace(given, plans=("stella",), seeds=(0,)))
+    assert (job.identity.head, job.identity.size, job.identity.classes) == ("semantic_fpn", 64, 3)
+    again, before = (without_timings(run).accuracy for run in (execute(job, store, device="cpu"), runs["stella"]))
     assert again == before, "a teacher from a folder teaches the same"
 
 
 def test_killed_and_resumed(place: Path, scratch: Path, tmp_path: Path) -> None:
-    tasks, _ = survey(asked(place, settings=(*SHORT, "checkpoint_seconds=0")))
-    task = tasks[3]  # the second seed
-    alone = next(run for run in runs_of(Store(scratch)) if run.key == task.key)
-    process = multiprocessing.get_context("spawn").Process(target=run_and_die, args=(task, tmp_path, 3))
+    jobs, _ = survey(asked(place, settings=(*SHORT, "checkpoint_seconds=0")))
+    job = jobs[3]  # the second seed
+    alone = next(run for run in runs_of(Store(scratch)) if run.key == job.key)
+    process = multiprocessing.get_context("spawn").Process(target=run_and_die, args=(job, tmp_path, 3))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     seen: list[dict[str, Any]] = []
-    resumed = execute(task, Store(tmp_path), device="cpu", watch=seen.append)
+    resumed = execute(job, Store(tmp_path), device="cpu", watch=seen.append)
     assert any("resumed after step" in record.get("text", "") for record in seen)
     assert without_timings(replace(resumed, identity=alone.identity)) == without_timings(alone)
 
@@ -239,8 +239,8 @@ def test_a_guess_where_batch_norm_wants_two_images(place: Path, monkeypatch: pyt
     monkeypatch.setattr(estimate, "BUDGET", 0.01)
     head = {"model": "upernet", "channels": 16, "auxiliary_channels": 8, **NARROW}
     architecture = {**head, "backbone": PLAIN, "backbone_args": TRUNK}
-    tasks, _ = survey(asked(place, architecture=architecture, plans=("softmax",), seeds=(0,)))
-    assert estimate.calibrate(tasks[0].training, "cpu") > 0
+    jobs, _ = survey(asked(place, architecture=architecture, plans=("softmax",), seeds=(0,)))
+    assert estimate.calibrate(jobs[0].training, "cpu") > 0
 
 
 def test_runs_that_share_a_gpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_a_training_step_with_masks_in_half_precision() -> None:
     [
         ({"architecture": HEAD}, "semantic_fpn wants a backbone"),
         ({"architecture": {**HEAD, "backbone": "vit_tiny"}}, "unknown backbone 'vit_tiny'"),
-        ({"patch_sizes": (8,)}, "patch_sizes are of classifiers"),
+        ({"patch_size": (8,)}, "patch_size are of classifiers"),
         ({"recipe": "deit"}, "unknown recipe to segment 'deit'"),
         ({"architecture": {"model": "fair_pyramid_p4_sa", "backbone": "resnet18"}, "data": "digits", "recipe": "deit"},
          "has no backbone: give a head"),
@@ -285,6 +285,6 @@ def test_a_backbone_that_is_converted_or_gone(place: Path, tmp_path: Path) -> No
     linvit.save(model, tmp_path / "converted")
     with pytest.raises(LinvitError, match=r"the backbone .* is converted already"):
         survey(asked(place, architecture={**HEAD, "backbone": str(tmp_path / "converted")}))
-    (task, *_), _ = survey(asked(place))
+    (job, *_), _ = survey(asked(place))
     with pytest.raises(LinvitError, match="--backbone"):
-        execute(replace(task, places={"data": str(place / "masks")}), Store(tmp_path), device="cpu")
+        execute(replace(job, places={"data": str(place / "masks")}), Store(tmp_path), device="cpu")

@@ -22,7 +22,7 @@ from linvit.comparison.scheduling.execution.sharing import Shared
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
 from linvit.tasks.classify.metrics import paired_difference
-from tests.comparison.tasks import runs_of, without_timings
+from tests.comparison.jobs import runs_of, without_timings
 from tests.tasks.features.pictures import backbone, write_tiles
 
 SHORT = ("epochs=2", "batch_size=16", "precision=fp32", "warmup_epochs=0", "eval_epochs=1")
@@ -104,8 +104,8 @@ def test_the_report_speaks_of_features(store: Store) -> None:
 
 
 def test_a_killed_run_ends_with_the_same_result(place: Path, tmp_path: Path) -> None:
-    task = next(task for task in survey(asked(place, settings=(*SHORT, "checkpoint_seconds=0", "log_steps=1")))[0])
-    whole = execute(task, Store(tmp_path / "whole"), device="cpu")
+    job = next(job for job in survey(asked(place, settings=(*SHORT, "checkpoint_seconds=0", "log_steps=1")))[0])
+    whole = execute(job, Store(tmp_path / "whole"), device="cpu")
 
     class Killed(BaseException):
         pass
@@ -115,8 +115,8 @@ def test_a_killed_run_ends_with_the_same_result(place: Path, tmp_path: Path) -> 
             raise Killed
 
     with pytest.raises(Killed):
-        execute(task, Store(tmp_path / "cut"), device="cpu", watch=kill)
-    again = execute(task, Store(tmp_path / "cut"), device="cpu")
+        execute(job, Store(tmp_path / "cut"), device="cpu", watch=kill)
+    again = execute(job, Store(tmp_path / "cut"), device="cpu")
     assert without_timings(again) == without_timings(whole)
 
 
@@ -138,12 +138,12 @@ def test_a_teacher_that_is_trained_first_is_no_row(place: Path, tmp_path: Path) 
     """It is judged by what it answers, they by what it gives; and its key is that of a plain distillation's."""
     shape = {"model": "vit", "width": 16, "depth": 1, "heads": 2}
     settings = ("epochs=1", "batch_size=24", "precision=fp32", "randaugment=none", "warmup_epochs=0", "repeats=1")
-    given: dict[str, Any] = {"architecture": shape, "teacher": "", "size": (32,), "patch_sizes": (8,), "seeds": (0,)}
+    given: dict[str, Any] = {"architecture": shape, "teacher": "", "size": (32,), "patch_size": (8,), "seeds": (0,)}
     comparison = asked(place, plans=("relu_linear",), teacher_settings=settings, **given)
-    tasks, _ = survey(comparison)
+    jobs, _ = survey(comparison)
     plain, _ = survey(replace(comparison, task="", recipe="fast"))
-    assert [task.kind for task in tasks] == ["teacher", "run"] and tasks[0].key == plain[0].key
-    assert tasks[1].key != plain[1].key and "task" not in to_plain(plain[1].identity)
+    assert [job.kind for job in jobs] == ["teacher", "run"] and jobs[0].key == plain[0].key
+    assert jobs[1].key != plain[1].key and "task" not in to_plain(plain[1].identity)
     assert compare(comparison, tmp_path).complete
     (setting,) = gather([tmp_path]).settings
     assert [row.is_teacher for row in setting.rows] == [False] and setting.rows[0].delta is not None
@@ -167,10 +167,10 @@ def test_the_experiments_can_be_run(name: str, place: Path) -> None:
     """With a smaller model on another set here."""
     comparison = replace(load(SPECS / f"{name}.toml"), data=str(place / "labelled"))
     comparison = replace(comparison, architecture={**comparison.architecture, "width": 24, "depth": 7})
-    tasks, left_out = survey(comparison)
-    runs = [task for task in tasks if task.kind == "run"]
-    assert len({task.key for task in runs}) == len(runs) == (27 if name == "features" else 90) and not left_out
-    assert all(task.training.task == "features" and task.training.seed in (0, 1, 2) for task in runs)
+    jobs, left_out = survey(comparison)
+    runs = [job for job in jobs if job.kind == "run"]
+    assert len({job.key for job in runs}) == len(runs) == (27 if name == "features" else 90) and not left_out
+    assert all(job.training.task == "features" and job.training.seed in (0, 1, 2) for job in runs)
 
 
 @pytest.mark.parametrize(

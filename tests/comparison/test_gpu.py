@@ -16,8 +16,8 @@ from linvit.comparison.scheduling.execution.measuring import measure_speed
 from linvit.comparison.scheduling.execution.running import execute
 from linvit.comparison.scheduling.execution.sharing import Shared
 from linvit.comparison.scheduling.store import Store
-from tests.comparison.small import tasks
-from tests.comparison.tasks import without_timings
+from tests.comparison.jobs import without_timings
+from tests.comparison.small import jobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.mark.parametrize("candidate", ["stella", "castling", "mixa:keep=1"])
 def test_the_next_seed_is_all_training(tmp_path: Path, candidate: str) -> None:
     settings = ("precision=bf16", "ema=0.5", "drop_path=0.1", "mixup=0.5", "randaugment=rand-m9-mstd0.5-inc1")
-    first, second = tasks(candidate, seeds=[0, 1], settings=(*settings, "epochs=4"))
+    first, second = jobs(candidate, seeds=[0, 1], settings=(*settings, "epochs=4"))
     running.SHARED = Shared()
     execute(first, Store(tmp_path), device="cuda")
     graphs = counters["stats"]["unique_graphs"]
@@ -43,8 +43,8 @@ def test_the_next_seed_is_all_training(tmp_path: Path, candidate: str) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_ladder_on_the_gpu(compiled: bool) -> None:
     given = {"size": [32, 64], "batch": 64, "devices": ["cuda"], "compile": compiled}
-    task = next(task for task in tasks("stella", measure=given) if task.kind == "speed")
-    rows = measure_speed(task.identity, budget=0.05)[1]
+    job = next(job for job in jobs("stella", measure=given) if job.kind == "speed")
+    rows = measure_speed(job.identity, budget=0.05)[1]
     assert [row.note for row in rows] == [None] * 5
     assert all(row.cuda_graph and row.compiled == compiled for row in rows)
     assert all(row.precision == "bf16" and row.ratio > 0 and row.peak_bytes > 0 for row in rows)
@@ -76,8 +76,8 @@ def test_a_replayed_pass_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     for replayed in (False, True):
         given = {"size": [32], "batch": 8, "devices": ["cuda"], "cuda_graph": replayed}
-        task = next(task for task in tasks("stella", measure=given) if task.kind == "speed")
+        job = next(job for job in jobs("stella", measure=given) if job.kind == "speed")
         asked.clear()
-        peaks.append([row.peak_bytes for row in measure_speed(task.identity, budget=0.05)[1]])
+        peaks.append([row.peak_bytes for row in measure_speed(job.identity, budget=0.05)[1]])
         assert asked and all((number == 0) == replayed for number in asked)
     assert peaks[1] == pytest.approx(peaks[0], rel=0.1)

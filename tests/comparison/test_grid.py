@@ -14,9 +14,9 @@ from PIL import Image
 
 from linvit.attention import list_mechanisms
 from linvit.codec import to_plain
+from linvit.comparison.description.job import Job, describe_data, key_of
 from linvit.comparison.description.request import from_result, survey
 from linvit.comparison.description.spec import Comparison, Measure, Part
-from linvit.comparison.description.task import Task, describe_data, key_of
 from linvit.errors import LinvitError
 from tests.comparison.small import expand
 
@@ -26,46 +26,46 @@ TINY = Comparison(
     architecture=SMALL,
     settings=("epochs=1",),
     seeds=(0, 1),
-    patch_sizes=(4,),
+    patch_size=(4,),
     size=(32,),
 )
 
 
-def kinds(tasks: list[Task]) -> dict[str, int]:
-    return {kind: sum(task.kind == kind for task in tasks) for kind in ("teacher", "run", "speed")}
+def kinds(jobs: list[Job]) -> dict[str, int]:
+    return {kind: sum(job.kind == kind for job in jobs) for kind in ("teacher", "run", "speed")}
 
 
 def test_candidates_times_seeds_and_one_speed_each() -> None:
-    tasks = expand(TINY)
-    assert kinds(tasks) == {"teacher": 0, "run": 6, "speed": 3}
-    assert len({task.key for task in tasks}) == 9
-    runs = [(task.label.candidate, task.label.seed) for task in tasks if task.kind == "run"]
+    jobs = expand(TINY)
+    assert kinds(jobs) == {"teacher": 0, "run": 6, "speed": 3}
+    assert len({job.key for job in jobs}) == 9
+    runs = [(job.label.candidate, job.label.seed) for job in jobs if job.kind == "run"]
     assert runs == [(name, seed) for name in ("softmax", "stella", "mixa:keep=1") for seed in (0, 1)]
-    assert {t.candidate_key for t in tasks if t.kind == "run"} == {t.candidate_key for t in tasks if t.kind == "speed"}
-    assert next(task for task in tasks if task.kind == "speed").identity.ladder == (32, 64, 128)
+    assert {t.candidate_key for t in jobs if t.kind == "run"} == {t.candidate_key for t in jobs if t.kind == "speed"}
+    assert next(job for job in jobs if job.kind == "speed").identity.ladder == (32, 64, 128)
 
 
 def test_further_parts_and_no_doubles() -> None:
-    also = (Part(patch_sizes=(8,), seeds=(0,)), Part(seeds=(0, 1, 2)))
-    tasks = expand(replace(TINY, also=also, measure=Measure(size=())))
-    assert kinds(tasks) == {"teacher": 0, "run": 3 * 2 + 3 + 3, "speed": 0}
-    assert {task.label.patch for task in tasks} == {4, 8}
+    also = (Part(patch_size=(8,), seeds=(0,)), Part(seeds=(0, 1, 2)))
+    jobs = expand(replace(TINY, also=also, measure=Measure(size=())))
+    assert kinds(jobs) == {"teacher": 0, "run": 3 * 2 + 3 + 3, "speed": 0}
+    assert {job.label.patch for job in jobs} == {4, 8}
 
 
 def test_a_teacher_comes_first_and_once() -> None:
     comparison = replace(TINY, mode="distil", recipe="fast", settings=(), teacher_settings=("epochs=2",))
-    tasks = expand(comparison)
-    assert kinds(tasks) == {"teacher": 1, "run": 6, "speed": 3}
-    teacher = tasks[0]
+    jobs = expand(comparison)
+    assert kinds(jobs) == {"teacher": 1, "run": 6, "speed": 3}
+    teacher = jobs[0]
     assert teacher.identity.config["epochs"] == 2 and teacher.label.candidate == "softmax"
-    assert all(task.needs == (teacher.key,) for task in tasks if task.kind == "run")
+    assert all(job.needs == (teacher.key,) for job in jobs if job.kind == "run")
     other = expand(replace(comparison, teacher_settings=("epochs=3",)))
-    assert not {task.key for task in other if task.kind == "run"} & {task.key for task in tasks}
+    assert not {job.key for job in other if job.kind == "run"} & {job.key for job in jobs}
 
 
 def test_all_is_every_mechanism_that_fits() -> None:
-    tasks, left_out = survey(replace(TINY, plans=("mixa:keep=1", "all"), seeds=(0,)))
-    found = [task.label.candidate for task in tasks if task.kind == "run"]
+    jobs, left_out = survey(replace(TINY, plans=("mixa:keep=1", "all"), seeds=(0,)))
+    found = [job.label.candidate for job in jobs if job.kind == "run"]
     assert found[:2] == ["mixa:keep=1", "softmax"]
     assert set(found[1:]) | {row.candidate for row in left_out} == set(list_mechanisms())
     assert len(found) == len(set(found))
@@ -73,11 +73,11 @@ def test_all_is_every_mechanism_that_fits() -> None:
 
 def test_all_says_what_it_leaves_out_and_why() -> None:
     small = {"model": "levit_128s", "embed_dim": [16, 32, 48], "key_dim": 8, "num_heads": [1, 2, 3], "depth": [1, 1, 1]}
-    levit = replace(TINY, architecture=small, patch_sizes=(), size=(), plans=("all",))
-    tasks, left_out = survey(levit)
+    levit = replace(TINY, architecture=small, patch_size=(), size=(), plans=("all",))
+    jobs, left_out = survey(levit)
     reasons = {row.candidate: row.reason for row in left_out}
     assert "subsampled queries" in reasons["mala"] and "wide values" in reasons["hydra"]
-    assert "softmax" in {task.label.candidate for task in tasks}
+    assert "softmax" in {job.label.candidate for job in jobs}
     with pytest.raises(LinvitError, match="hydra does not fit levit_128s"):
         expand(replace(levit, plans=("hydra",)))
 
@@ -100,14 +100,14 @@ def test_all_says_what_it_leaves_out_and_why() -> None:
 )
 def test_mistakes_are_found_before_anything_runs(change: dict[str, Any], message: str) -> None:
     with pytest.raises(LinvitError) as caught:
-        expand(replace(TINY, **{"patch_sizes": (), "size": (), **change} if "architecture" in change else change))
+        expand(replace(TINY, **{"patch_size": (), "size": (), **change} if "architecture" in change else change))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_keys_are_the_same_in_another_process() -> None:
     code = (
         "from tests.comparison.test_grid import TINY; from tests.comparison.small import expand;"
-        "print(*(task.key for task in expand(TINY)))"
+        "print(*(job.key for job in expand(TINY)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -117,7 +117,7 @@ def test_keys_are_the_same_in_another_process() -> None:
         env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
         cwd=Path(__file__).parents[2],
     )
-    assert done.stdout.split() == [task.key for task in expand(TINY)]
+    assert done.stdout.split() == [job.key for job in expand(TINY)]
 
 
 def test_keys_are_frozen() -> None:
@@ -166,14 +166,14 @@ def test_a_teacher_brings_its_architecture(tmp_path: Path) -> None:
     model = timm.create_model("fair_pyramid_p4_sa", **settings)
     linvit.save(model, tmp_path / "teacher", model_args=settings)
     comparison = Comparison(mode="distil", teacher=str(tmp_path / "teacher"), plans=("softmax", "stella"))
-    tasks = expand(comparison)
-    assert kinds(tasks)["teacher"] == 0
-    run = tasks[0]
+    jobs = expand(comparison)
+    assert kinds(jobs)["teacher"] == 0
+    run = jobs[0]
     assert run.identity.architecture["model"] == "fair_pyramid_p4_sa" and run.identity.classes == 10
     assert run.places["teacher"] == str(tmp_path / "teacher") and str(tmp_path) not in str(run.identity.teacher)
     (tmp_path / "teacher").rename(tmp_path / "moved")
     moved = expand(replace(comparison, teacher=str(tmp_path / "moved")))
-    assert [task.key for task in moved] == [task.key for task in tasks]
+    assert [job.key for job in moved] == [job.key for job in jobs]
     linvit.convert(model, "stella")
     linvit.save(model, tmp_path / "converted", model_args=settings)
     with pytest.raises(LinvitError, match="is converted already"):
@@ -181,8 +181,8 @@ def test_a_teacher_brings_its_architecture(tmp_path: Path) -> None:
 
 
 def test_a_result_file_is_a_description() -> None:
-    tasks = expand(replace(TINY, mode="distil", recipe="fast", settings=()))
-    teacher, run = tasks[0], tasks[1]
+    jobs = expand(replace(TINY, mode="distil", recipe="fast", settings=()))
+    teacher, run = jobs[0], jobs[1]
     again = from_result({"identity": to_plain(run.identity), "label": to_plain(run.label)}, run.places)
     assert again == [teacher, run]
     assert run.command == f"linvit compare {run.key}.json -o again"

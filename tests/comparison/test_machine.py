@@ -22,8 +22,8 @@ from linvit.comparison.scheduling.execution.measuring import measure_speed
 from linvit.comparison.scheduling.places.place import Here
 from linvit.comparison.scheduling.scheduler import run
 from linvit.comparison.scheduling.store import Store
+from tests.comparison.jobs import log, make_job, quick
 from tests.comparison.synthetic import write_store
-from tests.comparison.tasks import log, make_task, quick
 
 fork = multiprocessing.get_context("fork")
 CPU = torch.device("cpu")
@@ -104,17 +104,17 @@ def test_runs_of_the_store_on_this_machine_end_before_anything_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("linvit.comparison.scheduling.scheduler.POLL", 0.02)
-    tasks = [make_task(1, seconds=0.6), make_task(2, "speed")]
-    other = fork.Process(target=run, args=(tasks[:1], Store(tmp_path), Here(quick)), kwargs={"watch": print_nothing})
+    jobs = [make_job(1, seconds=0.6), make_job(2, "speed")]
+    other = fork.Process(target=run, args=(jobs[:1], Store(tmp_path), Here(quick)), kwargs={"watch": print_nothing})
     other.start()
     until = time.monotonic() + 20
     while not (tmp_path / "log").exists() and time.monotonic() < until:
         time.sleep(0.01)
-    run(tasks, Store(tmp_path), Here(quick), watch=print_nothing)
+    run(jobs, Store(tmp_path), Here(quick), watch=print_nothing)
     other.join()
     assert [(what, key) for what, key, *_ in log(tmp_path)] == [
-        *(("begin", tasks[0].key), ("end", tasks[0].key)),
-        *(("begin", tasks[1].key), ("end", tasks[1].key)),
+        *(("begin", jobs[0].key), ("end", jobs[0].key)),
+        *(("begin", jobs[1].key), ("end", jobs[1].key)),
     ]
 
 

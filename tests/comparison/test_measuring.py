@@ -9,15 +9,15 @@ import torch
 
 from linvit import clock
 from linvit.codec import to_plain
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.job import Job
 from linvit.comparison.results import SOFTMAX, SpeedPoint, Structure
 from linvit.comparison.scheduling.execution import measuring
 from linvit.comparison.scheduling.execution.measuring import Contender, devices_for, measure_speed
 from linvit.comparison.scheduling.execution.running import execute
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from tests.comparison.small import FAIR, tasks
-from tests.comparison.tasks import without_timings
+from tests.comparison.jobs import without_timings
+from tests.comparison.small import FAIR, jobs
 
 CPU = torch.device("cpu")
 
@@ -26,15 +26,15 @@ def point_at(size: int, batch: int, **more: Any) -> SpeedPoint:
     return SpeedPoint(device="cpu", size=size, tokens=0, batch=batch, precision="fp32", **more)
 
 
-def speed(candidate: str, **measure: Any) -> Task:
+def speed(candidate: str, **measure: Any) -> Job:
     given = {"size": [32, 64], "batch": 4, "devices": ["cpu"], **measure}
-    return next(task for task in tasks(candidate, measure=given) if task.kind == "speed")
+    return next(job for job in jobs(candidate, measure=given) if job.kind == "speed")
 
 
-def test_rows_of_a_speed_task(tmp_path: Path) -> None:
-    task = speed("stella")
+def test_rows_of_a_speed_job(tmp_path: Path) -> None:
+    job = speed("stella")
     heard: list[dict[str, Any]] = []
-    result = execute(task, Store(tmp_path), watch=heard.append)
+    result = execute(job, Store(tmp_path), watch=heard.append)
     json.dumps(to_plain(result), allow_nan=False)
     rows = result.rows
     wanted = [(32, 16, 1, "inference"), (32, 16, 4, "inference"), (32, 16, 4, "training")]
@@ -50,7 +50,7 @@ def test_rows_of_a_speed_task(tmp_path: Path) -> None:
     assert peaks[4] > peaks[3] > peaks[0] and peaks[2] > peaks[1], "more images, pixels or gradients take more memory"
     assert heard == [{"kind": "speed", **to_plain(row)} for row in rows]
     assert result.kind == "speed" and result.environment.hardware
-    assert Store(tmp_path).write(task, result) and Store(tmp_path).finished(task)
+    assert Store(tmp_path).write(job, result) and Store(tmp_path).finished(job)
     assert all(row.milliseconds is None for row in without_timings(result).rows)
 
 
@@ -108,8 +108,8 @@ def test_both_are_replayed_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(clock, "record", record)
     point = point_at(32, 4, cuda_graph=True)
-    task = speed("stella")
-    ours, softmax = (Contender(task.identity, c) for c in (task.identity.candidate, SOFTMAX))
+    job = speed("stella")
+    ours, softmax = (Contender(job.identity, c) for c in (job.identity.candidate, SOFTMAX))
     replayed, times = measuring.clocked({ours: call("ours"), softmax: call("softmax")}, point, 0.001)
     assert replayed and len(times) == 2 and plain == ["ours", "softmax"] and len(replays) > 4
     replays.clear()
@@ -119,8 +119,8 @@ def test_both_are_replayed_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_takes_too_long_is_left_out() -> None:
     """A linear candidate's time grows with the tokens, softmax's with their square."""
-    task = speed("stella")
-    linear, softmax = (Contender(task.identity, c) for c in (task.identity.candidate, SOFTMAX))
+    job = speed("stella")
+    linear, softmax = (Contender(job.identity, c) for c in (job.identity.candidate, SOFTMAX))
     for contender in (linear, softmax):
         contender.build(32, CPU)
         contender.learn(point_at(32, 2), 200.0)
@@ -148,8 +148,8 @@ def test_tokens_are_those_of_the_model() -> None:
     vit = {"model": "vit", "width": 16, "depth": 1, "heads": 2}
     given = {"size": [36], "batch": 1, "devices": ["cpu"]}
     for architecture, tokens in ((vit, 16), (FAIR, 25)):  # one drops the edge, the other pads it
-        task = next(t for t in tasks("stella", architecture=architecture, measure=given) if t.kind == "speed")
-        assert measure_speed(task.identity, budget=0.01)[1][0].tokens == tokens
+        job = next(t for t in jobs("stella", architecture=architecture, measure=given) if t.kind == "speed")
+        assert measure_speed(job.identity, budget=0.01)[1][0].tokens == tokens
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has every device")

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from linvit.comparison.description.job import Job
 from linvit.comparison.description.spec import Comparison, Measure
-from linvit.comparison.description.task import Task
 from linvit.comparison.files import parse_result
 from linvit.comparison.results import Run, Speed
 from linvit.comparison.scheduling.places import ray as engine
@@ -28,8 +28,8 @@ from linvit.comparison.scheduling.places.ray_worker import (
 from linvit.comparison.scheduling.scheduler import run
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
+from tests.comparison.jobs import log, make_job, make_result, quick, runs_of, speeds_of, without_timings
 from tests.comparison.small import expand
-from tests.comparison.tasks import log, make_result, make_task, quick, runs_of, speeds_of, without_timings
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join([str(ROOT / "src"), str(ROOT)])  # of linvit and of the tests, for workers
@@ -41,7 +41,7 @@ TINY = Comparison(
     settings=("epochs=1", *PLAIN),
     teacher_settings=("epochs=4", *PLAIN),
     architecture={"model": "fair", "width": 16, "depths": [1, 1], "heads": [1, 2]},
-    patch_sizes=(8,),
+    patch_size=(8,),
     size=(32,),
     measure=Measure(size=(32,), batch=2, devices=("cpu",)),
 )
@@ -50,16 +50,16 @@ TINY = Comparison(
 class Ear:
     """Hears what an engine tells, and may act on it."""
 
-    def __init__(self, act: Callable[[Task, dict[str, Any]], None] = lambda task, record: None) -> None:
-        self.heard: list[tuple[Task, dict[str, Any]]] = []
+    def __init__(self, act: Callable[[Job, dict[str, Any]], None] = lambda job, record: None) -> None:
+        self.heard: list[tuple[Job, dict[str, Any]]] = []
         self.act = act
 
-    def __call__(self, task: Task, record: dict[str, Any]) -> None:
-        self.heard.append((task, record))
-        self.act(task, record)
+    def __call__(self, job: Job, record: dict[str, Any]) -> None:
+        self.heard.append((job, record))
+        self.act(job, record)
 
     def kinds(self, key: str) -> list[str]:
-        return [record["kind"] for task, record in self.heard if task.key == key]
+        return [record["kind"] for job, record in self.heard if job.key == key]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_cluster_too_small_is_refused(ray: Any, tmp_path: Path) -> None:
         ({"cpus": 2}, "no node of .* has 2 CPUs for a run"),
     ):
         with pytest.raises(LinvitError, match=message):
-            run([make_task(0)], Store(tmp_path), RayCluster(quick, **options), watch=Ear())
+            run([make_job(0)], Store(tmp_path), RayCluster(quick, **options), watch=Ear())
 
 
 def test_a_node_with_other_code_or_without_the_data_is_named(
@@ -120,7 +120,7 @@ def test_a_node_with_other_code_or_without_the_data_is_named(
     with pytest.raises(
         LinvitError, match=r"^node \S+ \(\S+\) of the Ray cluster runs linvit .*, the driver 9.9"
     ) as caught:
-        run([make_task(0)], Store(tmp_path), RayCluster(quick), watch=Ear())
+        run([make_job(0)], Store(tmp_path), RayCluster(quick), watch=Ear())
     assert (
         "\n" not in str(caught.value) and not any(tmp_path.glob("claims/[!.]*")) and not any(tmp_path.glob("*/*.json"))
     )
@@ -136,24 +136,24 @@ def test_the_same_files_though_a_worker_is_killed(
     def unseen(store: Store) -> Iterator[str]:
         yield "/no/such/file"
 
-    def slowly(task: Task, store: Store, *, watch: Any, **options: Any) -> Run | Speed:
+    def slowly(job: Job, store: Store, *, watch: Any, **options: Any) -> Run | Speed:
         def hear(record: dict[str, Any]) -> None:
             watch(record)
-            time.sleep(0.3 if record["kind"] == "train" and task.kind == "teacher" else 0)
+            time.sleep(0.3 if record["kind"] == "train" and job.kind == "teacher" else 0)
 
-        return real_execute(task, store, watch=hear, **options)
+        return real_execute(job, store, watch=hear, **options)
 
-    def kill(task: Task, record: dict[str, Any]) -> None:
+    def kill(job: Job, record: dict[str, Any]) -> None:
         kept = list(store.work_folder(teacher).rglob("step-*.safetensors"))
-        if task.key == teacher and kept and "lost" not in ear.kinds(teacher) and record["kind"] == "train":
+        if job.key == teacher and kept and "lost" not in ear.kinds(teacher) and record["kind"] == "train":
             with suppress(ProcessLookupError):  # killed a moment ago, and Ray has not noticed
                 os.kill(next(r["pid"] for _, r in ear.heard if r["kind"] == "start"), signal.SIGKILL)
 
     monkeypatch.setattr(engine, "marked", unseen)
-    store, ear, tasks = Store(tmp_path), Ear(kill), expand(TINY)
-    teacher = tasks[0].key
-    summary = run(tasks, store, RayCluster(slowly), watch=ear)
-    assert summary.complete and set(summary.done) == {task.key for task in tasks}
+    store, ear, jobs = Store(tmp_path), Ear(kill), expand(TINY)
+    teacher = jobs[0].key
+    summary = run(jobs, store, RayCluster(slowly), watch=ear)
+    assert summary.complete and set(summary.done) == {job.key for job in jobs}
     assert files(store) == files(expected) and len(files(store)) == 3
     assert read_files(store.teacher_folder(teacher)) == read_files(expected.teacher_folder(teacher))
     assert not any(store.folder.glob("work/*")) and not any(store.folder.glob("claims/[!.]*"))
@@ -161,15 +161,15 @@ def test_the_same_files_though_a_worker_is_killed(
 
     (lost,) = [record for _, record in ear.heard if record["kind"] == "lost"]
     assert lost["attempt"] == 1 and ear.kinds(teacher).count("start") == 2
-    notes = [record["text"] for task, record in ear.heard if record["kind"] == "note" and task.key == teacher]
+    notes = [record["text"] for job, record in ear.heard if record["kind"] == "note" and job.key == teacher]
     assert any(text.startswith("resumed after step") for text in notes)
-    assert all(ear.kinds(task.key)[0] == "start" and ear.kinds(task.key)[-1] == "done" for task in tasks)
-    done = [task.kind for task, record in ear.heard if record["kind"] == "done"]
+    assert all(ear.kinds(job.key)[0] == "start" and ear.kinds(job.key)[-1] == "done" for job in jobs)
+    done = [job.kind for job, record in ear.heard if record["kind"] == "done"]
     assert done == ["teacher", "run", "speed"]
 
 
-def at_once(task: Task, store: Store, **options: Any) -> Run | Speed:
-    return make_result(task)
+def at_once(job: Job, store: Store, **options: Any) -> Run | Speed:
+    return make_result(job)
 
 
 def ended(pid: int) -> bool:
@@ -180,11 +180,11 @@ def ended(pid: int) -> bool:
 
 
 def test_ctrl_c_ends_the_workers_and_leaves_the_store_good(ray: Any, tmp_path: Path) -> None:
-    def interrupt(task: Task, record: dict[str, Any]) -> None:
+    def interrupt(job: Job, record: dict[str, Any]) -> None:
         if "done" in ear.kinds(first.key) and "train" in ear.kinds(second.key):
             signal.raise_signal(signal.SIGINT)
 
-    first, second = make_task(0), make_task(1, seconds=600)
+    first, second = make_job(0), make_job(1, seconds=600)
     store, ear = Store(tmp_path), Ear(interrupt)
     with pytest.raises(KeyboardInterrupt):
         run([first, second], store, RayCluster(quick), watch=ear)
@@ -198,11 +198,11 @@ import sys
 from linvit.comparison.scheduling.places.ray import RayCluster
 from linvit.comparison.scheduling.scheduler import run
 from linvit.comparison.scheduling.store import Store
-from tests.comparison.tasks import make_task, quick
+from tests.comparison.jobs import make_job, quick
 
-tasks = [make_task(number, seconds=float(seconds)) for number, seconds in enumerate(sys.argv[3:])]
-tell = lambda task, record: print(record["kind"], task.label.seed, file=sys.stderr, flush=True)
-run(tasks, Store(sys.argv[1]), RayCluster(quick, address=sys.argv[2]), watch=tell)
+jobs = [make_job(number, seconds=float(seconds)) for number, seconds in enumerate(sys.argv[3:])]
+tell = lambda job, record: print(record["kind"], job.label.seed, file=sys.stderr, flush=True)
+run(jobs, Store(sys.argv[1]), RayCluster(quick, address=sys.argv[2]), watch=tell)
 """
 
 
@@ -218,50 +218,50 @@ def test_two_drivers_share_a_store_and_one_outlives_the_other(ray: Any, cluster:
             while "train 0" not in said:
                 said.append(other.stderr.readline().strip())
                 assert said[-1], said
-            tasks = [make_task(number, seconds=value) for number, value in enumerate(seconds)]
+            jobs = [make_job(number, seconds=value) for number, value in enumerate(seconds)]
 
             store = Store(tmp_path)
 
             def kill() -> None:
-                while len(list(tmp_path.glob("claims/[!.]*"))) > 1 or not all(map(store.finished, tasks[1:])):
+                while len(list(tmp_path.glob("claims/[!.]*"))) > 1 or not all(map(store.finished, jobs[1:])):
                     time.sleep(0.1)
                 other.kill()
 
             threading.Thread(target=kill, daemon=True).start()
-            summary = run(tasks, store, RayCluster(at_once), watch=Ear())
-            assert summary.complete and tasks[0].key in summary.done
+            summary = run(jobs, store, RayCluster(at_once), watch=Ear())
+            assert summary.complete and jobs[0].key in summary.done
         finally:
             other.kill()
     begun = [key for what, key, *_ in log(tmp_path) if what == "begin"]
-    assert len(begun) == len(set(begun)), "a task was done twice"
+    assert len(begun) == len(set(begun)), "a job was done twice"
     assert not any(tmp_path.glob("claims/[!.]*"))
-    assert ended(next(int(pid) for what, key, pid, _ in log(tmp_path) if key == tasks[0].key))
+    assert ended(next(int(pid) for what, key, pid, _ in log(tmp_path) if key == jobs[0].key))
 
 
 def test_runs_share_gpus_speeds_come_last_and_alone_and_failures_stop_no_other(
     ray: Any, cluster: Any, tmp_path: Path
 ) -> None:
-    """Ray takes our word for a GPU, which is enough to see where tasks go."""
+    """Ray takes our word for a GPU, which is enough to see where jobs go."""
     node = cluster.add_node(num_cpus=3, num_gpus=1, object_store_memory=100 * 2**20)
     try:
-        runs = [make_task(number, seconds=0.8) for number in range(4)]
-        speeds = [make_task(number, "speed", seconds=0.3) for number in (10, 11)]
-        wrong, teacher = make_task(20, error="no such thing"), make_task(21, "teacher", error="untaught")
-        student = make_task(22, needs=(teacher.key,))
+        runs = [make_job(number, seconds=0.8) for number in range(4)]
+        speeds = [make_job(number, "speed", seconds=0.3) for number in (10, 11)]
+        wrong, teacher = make_job(20, error="no such thing"), make_job(21, "teacher", error="untaught")
+        student = make_job(22, needs=(teacher.key,))
         store, well = Store(tmp_path), [*speeds, *runs]
         summary = run([teacher, wrong, *well, student], store, RayCluster(quick, per_gpu=2), watch=Ear())
     finally:
         cluster.remove_node(node)
-    assert set(summary.done) == {task.key for task in well} and set(summary.failed) == {wrong.key, teacher.key}
+    assert set(summary.done) == {job.key for job in well} and set(summary.failed) == {wrong.key, teacher.key}
     assert summary.missing == (student.key,)
     (failure,) = store.failures(wrong.key)
     assert failure.error == "RuntimeError: no such thing" and "in quick" in failure.traceback
     assert failure.command == wrong.command and failure.attempt == 1
     times = {(what, key): float(at) for what, key, _, at in log(tmp_path)}
-    spans = {task.key: (times["begin", task.key], times["end", task.key]) for task in well}
-    assert max(sum(a <= spans[task.key][0] < b for a, b in spans.values()) for task in runs) <= 2
-    last = max(spans[task.key][1] for task in runs)
-    early, late = sorted(spans[task.key] for task in speeds)
+    spans = {job.key: (times["begin", job.key], times["end", job.key]) for job in well}
+    assert max(sum(a <= spans[job.key][0] < b for a, b in spans.values()) for job in runs) <= 2
+    last = max(spans[job.key][1] for job in runs)
+    early, late = sorted(spans[job.key] for job in speeds)
     assert last < early[0] < early[1] < late[0]
     assert {result.training.shared for result in runs_of(store)} == {2}
     assert {result.environment.threads for result in speeds_of(store)} == {1}

@@ -25,7 +25,7 @@ from linvit.comparison.scheduling.places.ray_worker import (
 from linvit.comparison.scheduling.scheduler import run
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from tests.comparison.tasks import make_task
+from tests.comparison.jobs import make_job
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,7 +87,7 @@ def test_stdout_is_for_results(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_ray_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LinvitError, match=r"pip install 'linvit\[ray\]'") as caught:
-        run([make_task(0)], Store(tmp_path), RayCluster(), watch=lambda task, record: None)
+        run([make_job(0)], Store(tmp_path), RayCluster(), watch=lambda job, record: None)
     assert "\n" not in str(caught.value)
 
 

@@ -68,7 +68,7 @@ def test_caveats_say_what_the_files_call_for(scratch: Contents) -> None:
     said = " ".join(caveats(scratch.results, scratch.settings))
     for part in ("15 of 30 rows rest on a single seed", "shared their device", "in half precision: performer"):
         assert part in said
-    assert "1 task failed" in said
+    assert "1 job failed" in said
 
 
 def test_inferred_formulas_are_called_inferred() -> None:

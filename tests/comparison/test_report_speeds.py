@@ -14,7 +14,7 @@ from tests.comparison.synthetic import row_of, write_store
 
 
 def test_ratios_rank_where_times_taken_alone_contradict_them(tmp_path: Path) -> None:
-    """Softmax's own task met a slow machine: alone, stella has more images a second; side by side it is slower."""
+    """Softmax's own job met a slow machine: alone, stella has more images a second; side by side it is slower."""
     store = write_store(tmp_path, mechanisms=["softmax", "stella", "qt"], patches=[4], devices=["cuda"], sizes=[128])
     ratios = {"softmax": 1.0, "stella": 0.8, "qt": 1.5}
     per_second = {"softmax": 2557.0, "stella": 3369.0, "qt": 3009.0}

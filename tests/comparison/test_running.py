@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from linvit.codec import to_plain
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.job import Job
 from linvit.comparison.results import DataFacts, Named
 from linvit.comparison.scheduling.execution import running
 from linvit.comparison.scheduling.execution.running import execute, threads
@@ -26,8 +26,8 @@ from linvit.conversion import load
 from linvit.errors import LinvitError
 from linvit.training.config import Config
 from linvit.training.recipes import RECIPES, recipe
-from tests.comparison.small import PLAIN, tasks
-from tests.comparison.tasks import without_timings
+from tests.comparison.jobs import without_timings
+from tests.comparison.small import PLAIN, jobs
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +46,16 @@ def dies_at(step: int) -> Callable[[dict[str, Any]], None]:
     return watch
 
 
-def run_and_die(task: Task, folder: Path, step: int) -> None:
-    execute(task, Store(folder), device="cpu", watch=dies_at(step))
+def run_and_die(job: Job, folder: Path, step: int) -> None:
+    execute(job, Store(folder), device="cpu", watch=dies_at(step))
 
 
 def test_a_result_has_everything(tmp_path: Path) -> None:
-    (task,) = tasks("stella", settings=("epochs=6",))
+    (job,) = jobs("stella", settings=("epochs=6",))
     seen: list[dict[str, Any]] = []
-    result = execute(task, Store(tmp_path), device="cpu", shared=2, watch=seen.append)
+    result = execute(job, Store(tmp_path), device="cpu", shared=2, watch=seen.append)
     json.dumps(to_plain(result), allow_nan=False)
-    assert (result.kind, result.key, result.label) == ("run", task.key, task.label)
+    assert (result.kind, result.key, result.label) == ("run", job.key, job.label)
     assert replace(result.data, digest="") == DataFacts("digits", "", 1437, 360)
     assert result.model.tokens == 16 and result.model.macs > result.model.parameters > 1000
     found = result.accuracy
@@ -79,7 +79,7 @@ def test_a_result_has_everything(tmp_path: Path) -> None:
 
 def test_the_same_result_whatever_ran_before(tmp_path: Path) -> None:
     """Alone, after another seed that left its model and its augmenter, and from a process that was killed."""
-    first, second = tasks("castling", seeds=[0, 1], settings=("checkpoint_seconds=0", "ema=0.5", "drop_path=0.1"))
+    first, second = jobs("castling", seeds=[0, 1], settings=("checkpoint_seconds=0", "ema=0.5", "drop_path=0.1"))
     alone = without_timings(execute(second, Store(tmp_path / "a"), device="cpu"))
     running.SHARED = Shared()
     other = without_timings(execute(first, Store(tmp_path / "b"), device="cpu"))
@@ -106,7 +106,7 @@ def test_the_same_result_whatever_ran_before(tmp_path: Path) -> None:
 def test_a_second_seed_of_a_drop_path_that_grows(tmp_path: Path) -> None:
     """What a training adds to a model to know how far it is, is no weight of the next seed's."""
     grows = ("drop_path=0.1", "drop_path_rule=ramped")
-    first, second = tasks("stella", seeds=[0, 1], settings=grows)
+    first, second = jobs("stella", seeds=[0, 1], settings=grows)
     alone = without_timings(execute(second, Store(tmp_path / "a"), device="cpu"))
     running.SHARED = Shared()
     execute(first, Store(tmp_path / "b"), device="cpu")
@@ -114,12 +114,12 @@ def test_a_second_seed_of_a_drop_path_that_grows(tmp_path: Path) -> None:
 
 
 def test_threads_do_not_change_a_result(tmp_path: Path) -> None:
-    (task,) = tasks("stella")
+    (job,) = jobs("stella")
     results = []
     before = torch.get_num_threads()
     for count in (1, 2):
         torch.set_num_threads(count)
-        results.append(without_timings(execute(task, Store(tmp_path / str(count)), device="cpu")))
+        results.append(without_timings(execute(job, Store(tmp_path / str(count)), device="cpu")))
         assert torch.get_num_threads() == count, "the process keeps its own number"
     torch.set_num_threads(before)
     assert results[0] == results[1]
@@ -129,7 +129,7 @@ def test_threads_do_not_change_a_result(tmp_path: Path) -> None:
 def test_distilling(tmp_path: Path) -> None:
     """The teacher first, then candidates made from it and taught by it, one with measured layers."""
     settings = ("epochs=3", "batch_size=256", "precision=fp32", "stages.features.fit=256", "eval_epochs=1")
-    teacher, *runs = tasks(
+    teacher, *runs = jobs(
         "relu_linear", "mixa:keep=1,layers=measured", "softmax", mode="distil", recipe="fast", plain=False,
         settings=settings, teacher_settings=[*PLAIN, "epochs=3"],
     )  # fmt: skip
@@ -138,7 +138,7 @@ def test_distilling(tmp_path: Path) -> None:
         execute(runs[0], store, device="cpu")
     taught = execute(teacher, store, device="cpu")
     assert taught.kind == "teacher" and load(store.teacher_folder(teacher.key)).num_classes == 10
-    linear, mixed, softmax = (execute(task, store, device="cpu") for task in runs)
+    linear, mixed, softmax = (execute(job, store, device="cpu") for job in runs)
     for result in (linear, mixed, softmax):
         found = result.conversion
         assert found.teacher_score == pytest.approx(taught.score)
@@ -149,37 +149,37 @@ def test_distilling(tmp_path: Path) -> None:
     assert len(mixed.conversion.layers) == 1 and linear.conversion.layers is None
     folder = store.teacher_folder(teacher.key).rename(tmp_path / "given")
     given = {"mode": "distil", "recipe": "fast", "plain": False, "settings": settings, "teacher": str(folder)}
-    (task,) = tasks("relu_linear", **given, patch_sizes=[], size=[])
-    same = execute(task, store, device="cpu")
+    (job,) = jobs("relu_linear", **given, patch_size=[], size=[])
+    same = execute(job, store, device="cpu")
     assert same.accuracy.correct == linear.accuracy.correct, "a teacher from a folder teaches the same"
-    (finer,) = tasks("relu_linear", **given, patch_sizes=[4])
+    (finer,) = jobs("relu_linear", **given, patch_size=[4])
     with pytest.raises(LinvitError, match="recipe fast aligns layers, and the teacher has patches of 8"):
         execute(finer, store, device="cpu")
     (folder / "model.safetensors").write_bytes(b"another")
     running.SHARED = Shared()
     with pytest.raises(LinvitError, match="given is not the teacher this run is about"):
-        execute(task, store, device="cpu")
+        execute(job, store, device="cpu")
 
 
 def test_failures_say_what_is_wrong(tmp_path: Path) -> None:
-    (task,) = tasks("stella")
-    (measured,) = tasks("mixa:keep=1,layers=measured")
+    (job,) = jobs("stella")
+    (measured,) = jobs("mixa:keep=1,layers=measured")
     store = Store(tmp_path)
     with pytest.raises(LinvitError, match="layers=measured asks a trained model"):
         execute(measured, store, device="cpu")
-    other = replace(task, identity=replace(task.identity, data=Named("digits", "0")))
+    other = replace(job, identity=replace(job.identity, data=Named("digits", "0")))
     with pytest.raises(LinvitError, match="is not the set this run is about"):
         execute(other, store, device="cpu")
     assert running.SHARED.bench is None, "nothing of a failed run is used again"
 
 
 def test_work_that_is_not_ours_is_begun_again(tmp_path: Path) -> None:
-    task, odd = tasks("stella", seeds=[0, 1], settings=("epochs=1", "checkpoint_seconds=0"))
+    job, odd = jobs("stella", seeds=[0, 1], settings=("epochs=1", "checkpoint_seconds=0"))
     store = Store(tmp_path)
     execute(odd, store, device="cpu")
-    store.work_folder(odd.key).rename(store.work_folder(task.key))
-    result = execute(task, store, device="cpu")
-    assert without_timings(result) == without_timings(execute(task, Store(tmp_path / "b"), device="cpu"))
+    store.work_folder(odd.key).rename(store.work_folder(job.key))
+    result = execute(job, store, device="cpu")
+    assert without_timings(result) == without_timings(execute(job, Store(tmp_path / "b"), device="cpu"))
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def graphs() -> int:
 
 def test_a_second_seed_compiles_nothing(tmp_path: Path, dynamo_only: None) -> None:
     settings = ("compile=default", "ema=0.5", "drop_path=0.1", "mixup=0.5", "randaugment=rand-m9")
-    first, second, third = tasks("castling", seeds=[0, 1, 2], settings=settings)
+    first, second, third = jobs("castling", seeds=[0, 1, 2], settings=settings)
     before = graphs()
     execute(first, Store(tmp_path), device="cpu")
     assert graphs() == before + 2, "the step and the augmentation"
@@ -210,7 +210,7 @@ def test_a_second_seed_compiles_nothing(tmp_path: Path, dynamo_only: None) -> No
 
 def test_all_stages_of_a_distillation_compile_once(tmp_path: Path, dynamo_only: None) -> None:
     settings = ("epochs=3", "batch_size=256", "precision=fp32", "compile=default", "stages.features.fit=256")
-    teacher, first, second = tasks(
+    teacher, first, second = jobs(
         "stella", mode="distil", recipe="fast", plain=False, settings=settings, seeds=[0, 1],
         teacher_settings=[*PLAIN, "epochs=1", "compile=off"],
     )  # fmt: skip
@@ -228,14 +228,14 @@ def test_many_candidates_are_all_compiled(tmp_path: Path, dynamo_only: None) -> 
     """More than the compiler takes before it gives up on a function."""
     store = Store(tmp_path)
     with torch._dynamo.config.patch(recompile_limit=2):
-        for task in tasks("stella", "sima", "hydra", settings=("compile=default", "epochs=0.4")):
+        for job in jobs("stella", "sima", "hydra", settings=("compile=default", "epochs=0.4")):
             before = graphs()
-            execute(task, store, device="cpu")
+            execute(job, store, device="cpu")
             assert graphs() > before, "compiled, not left as it was"
 
 
 def test_affinity_is_what_seeds_share() -> None:
-    a, b, c = (tasks(name, seeds=seeds) for name, seeds in (("stella", [0]), ("stella", [1]), ("sima", [0])))
+    a, b, c = (jobs(name, seeds=seeds) for name, seeds in (("stella", [0]), ("stella", [1]), ("sima", [0])))
     assert a[0].affinity == b[0].affinity != c[0].affinity
 
 

@@ -21,54 +21,54 @@ from linvit.comparison.scheduling.places.place import Here
 from linvit.comparison.scheduling.scheduler import run
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
-from tests.comparison.tasks import log, make_result, make_task, quick, runs_of, speeds_of
+from tests.comparison.jobs import log, make_job, make_result, quick, runs_of, speeds_of
 
 spawn = multiprocessing.get_context("spawn")
 fork = multiprocessing.get_context("fork")
 
 
 def test_a_result_is_written_once_and_never_changed(tmp_path: Path) -> None:
-    store, task = Store(tmp_path), make_task(1)
-    assert not store.finished(task) and store.result(task) is None
-    store.work_folder(task.key).mkdir(parents=True)
-    assert store.write(task, make_result(task, top1=1.0))
-    assert store.finished(task) and not store.work_folder(task.key).exists()
-    assert not store.write(task, make_result(task, top1=2.0))
+    store, job = Store(tmp_path), make_job(1)
+    assert not store.finished(job) and store.result(job) is None
+    store.work_folder(job.key).mkdir(parents=True)
+    assert store.write(job, make_result(job, top1=1.0))
+    assert store.finished(job) and not store.work_folder(job.key).exists()
+    assert not store.write(job, make_result(job, top1=2.0))
     assert [result.score for result in runs_of(store)] == [1.0]
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [f"{task.key}.json"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [f"{job.key}.json"]
     with pytest.raises(ValueError, match="the result of run"):
-        store.write(make_task(2), make_result(task))
+        store.write(make_job(2), make_result(job))
 
 
 def test_speeds_are_kept_for_each_hardware(tmp_path: Path) -> None:
-    store, task = Store(tmp_path), make_task(1, "speed")
-    assert store.write(task, make_result(task, hardware="NVIDIA H200"))
-    assert not store.finished(task) and store.finished(task, "NVIDIA H200")
-    assert store.write(task, make_result(task)) and store.finished(task)
-    assert {path.name for path in (tmp_path / "speeds").iterdir()} >= {f"{task.key}-nvidia-h200.json"}
+    store, job = Store(tmp_path), make_job(1, "speed")
+    assert store.write(job, make_result(job, hardware="NVIDIA H200"))
+    assert not store.finished(job) and store.finished(job, "NVIDIA H200")
+    assert store.write(job, make_result(job)) and store.finished(job)
+    assert {path.name for path in (tmp_path / "speeds").iterdir()} >= {f"{job.key}-nvidia-h200.json"}
     assert len(speeds_of(store)) == 2 and not runs_of(store)
 
 
 def test_failures_add_up(tmp_path: Path) -> None:
-    store, task = Store(tmp_path), make_task(1)
+    store, job = Store(tmp_path), make_job(1)
     try:
         raise RuntimeError("CUDA out of memory\nmore")
     except RuntimeError as error:
-        store.add_failure(store.failure(task, error))
-    store.add_failure(store.failure(task, LinvitError("give a larger GPU")))
-    first, second = store.failures(task.key)
+        store.add_failure(store.failure(job, error))
+    store.add_failure(store.failure(job, LinvitError("give a larger GPU")))
+    first, second = store.failures(job.key)
     assert first.error == "RuntimeError: CUDA out of memory" and "Traceback" in first.traceback
     assert (first.attempt, second.attempt, second.error) == (1, 2, "give a larger GPU")
-    assert not store.finished(task) and len(store.failures()) == 2
+    assert not store.finished(job) and len(store.failures()) == 2
 
 
 def test_a_failure_names_no_folder_of_the_machine(tmp_path: Path) -> None:
-    store, task = Store(tmp_path / "store"), make_task(1)
+    store, job = Store(tmp_path / "store"), make_job(1)
     try:
         linvit.create_attention("nothing")
     except LinvitError as error:
         cut = LinvitError(f"the checkpoint {store.folder / 'work' / 'a.safetensors'} is cut short")
-        failed, traced = store.failure(task, cut), store.failure(task, error)
+        failed, traced = store.failure(job, cut), store.failure(job, error)
     assert failed.error == "the checkpoint work/a.safetensors is cut short"
     assert f'"{Path("linvit", "attention")}' in traced.traceback
     assert str(Path(linvit.__file__).parents[1]) not in traced.traceback
@@ -82,13 +82,13 @@ def test_a_relative_store_is_not_taken_for_the_end_of_a_name(tmp_path: Path, mon
 
 
 def test_damaged_and_foreign_files_are_noted(tmp_path: Path) -> None:
-    store, task, cut = Store(tmp_path), make_task(1), make_task(2)
-    store.write(task, make_result(task))
-    whole = (tmp_path / "runs" / f"{task.key}.json").read_text()
+    store, job, cut = Store(tmp_path), make_job(1), make_job(2)
+    store.write(job, make_result(job))
+    whole = (tmp_path / "runs" / f"{job.key}.json").read_text()
     (tmp_path / "runs" / f"{cut.key}.json").write_text(whole[:50])
     (tmp_path / "runs" / "notes.json").write_text("[1]")
-    (tmp_path / "runs" / f"{make_task(3).key}.json").write_text(whole)  # a result under another's name
-    assert [result.key for result in runs_of(store)] == [task.key]
+    (tmp_path / "runs" / f"{make_job(3).key}.json").write_text(whole)  # a result under another's name
+    assert [result.key for result in runs_of(store)] == [job.key]
     assert len(store.notes) == 3 and all("left aside" in note for note in store.notes)
     assert store.write(cut, make_result(cut)) and store.finished(cut)
     assert any("damaged" in path.name for path in (tmp_path / "runs").iterdir())
@@ -109,21 +109,21 @@ def test_what_was_asked_is_kept(tmp_path: Path) -> None:
 
 
 def test_one_claim_at_a_time(tmp_path: Path) -> None:
-    store, task = Store(tmp_path), make_task(1)
-    first = store.claim(task)
-    assert first is not None and store.claim(task) is None and store.claimed(task)
+    store, job = Store(tmp_path), make_job(1)
+    first = store.claim(job)
+    assert first is not None and store.claim(job) is None and store.claimed(job)
     first.release()
-    assert not store.claimed(task)
-    again = store.claim(task)
+    assert not store.claimed(job)
+    again = store.claim(job)
     assert again is not None
-    store.write(task, make_result(task))
+    store.write(job, make_result(job))
     again.release()
-    assert store.claim(task) is None, "finished"
+    assert store.claim(job) is None, "finished"
     assert not [path for path in (tmp_path / "claims").iterdir() if not path.name.startswith(".")]
 
 
 def hold(folder: str, number: int, pipe: Any) -> None:
-    claim = Store(folder).claim(make_task(number))
+    claim = Store(folder).claim(make_job(number))
     pipe.send(claim is not None)
     time.sleep(60)
 
@@ -133,11 +133,11 @@ def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
     process = fork.Process(target=hold, args=(str(tmp_path), 1, theirs))
     process.start()
     assert ours.recv() is True
-    store, task = Store(tmp_path), make_task(1)
-    assert store.claimed(task) and store.claim(task) is None
+    store, job = Store(tmp_path), make_job(1)
+    assert store.claimed(job) and store.claim(job) is None
     os.kill(process.pid, signal.SIGKILL)  # not waited for: a zombie is dead too
     until = time.monotonic() + 10
-    while (claim := store.claim(task)) is None and time.monotonic() < until:
+    while (claim := store.claim(job)) is None and time.monotonic() < until:
         time.sleep(0.01)
     assert claim is not None
     claim.release()
@@ -145,31 +145,31 @@ def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_number_used_again_is_another_process(tmp_path: Path) -> None:
-    store, task = Store(tmp_path), make_task(1)
-    claim = store.claim(task)
+    store, job = Store(tmp_path), make_job(1)
+    claim = store.claim(job)
     assert claim is not None
     held = json.loads(claim.path.read_text())
     claim.path.write_text(json.dumps({**held, "started": held["started"] - 1}))
-    taken = store.claim(task)
+    taken = store.claim(job)
     assert taken is not None
     taken.release()
 
 
 def test_another_machine_is_believed_while_it_beats(tmp_path: Path) -> None:
-    store, task = Store(tmp_path, beat=0.02, stale=0.4), make_task(1)
-    claim = store.claim(task)
+    store, job = Store(tmp_path, beat=0.02, stale=0.4), make_job(1)
+    claim = store.claim(job)
     assert claim is not None
     held = json.loads(claim.path.read_text())
     claim.path.write_text(json.dumps({**held, "host": "elsewhere"}))
     time.sleep(0.6)
-    assert store.claim(task) is None, "its heart beats"
+    assert store.claim(job) is None, "its heart beats"
     claim._ended.set()
     claim._thread.join()
     time.sleep(0.6)
-    taken = store.claim(task)
-    assert taken is not None and not store.path(task).exists()
+    taken = store.claim(job)
+    assert taken is not None and not store.path(job).exists()
     claim.release()
-    assert store.claimed(task), "the old holder cannot give back what it lost"
+    assert store.claimed(job), "the old holder cannot give back what it lost"
     taken.release()
 
 
@@ -188,13 +188,13 @@ def test_a_sleeper_notices_that_it_lost(tmp_path: Path) -> None:
 
 
 def test_a_half_written_claim_is_nobodys_after_a_while(tmp_path: Path) -> None:
-    store, task = Store(tmp_path, stale=0.3), make_task(1)
-    path = tmp_path / "claims" / task.key
+    store, job = Store(tmp_path, stale=0.3), make_job(1)
+    path = tmp_path / "claims" / job.key
     path.parent.mkdir()
     path.touch()
-    assert store.claim(task) is None
+    assert store.claim(job) is None
     time.sleep(0.5)
-    claim = store.claim(task)
+    claim = store.claim(job)
     assert claim is not None
     claim.release()
 
@@ -204,17 +204,17 @@ def test_a_half_written_claim_is_nobodys_after_a_while(tmp_path: Path) -> None:
 
 def contend(folder: str, count: int) -> None:
     store = Store(folder)
-    tasks = [make_task(number, seconds=0.01) for number in range(count)]
-    random.Random(os.getpid()).shuffle(tasks)
-    run(tasks, store, Here(quick), watch=lambda *_: None)
+    jobs = [make_job(number, seconds=0.01) for number in range(count)]
+    random.Random(os.getpid()).shuffle(jobs)
+    run(jobs, store, Here(quick), watch=lambda *_: None)
 
 
 @pytest.mark.parametrize("kills", [0, 12])
 def test_many_processes_on_one_store(tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes fight over the same tasks and some are killed at random: nothing is lost and nothing doubled."""
+    """Processes fight over the same jobs and some are killed at random: nothing is lost and nothing doubled."""
     monkeypatch.setattr("linvit.comparison.scheduling.scheduler.POLL", 0.02)
     count = 60 + 10 * kills  # a kill hits nobody when all the work is done
-    tasks = [make_task(number, seconds=0.01) for number in range(count)]
+    jobs = [make_job(number, seconds=0.01) for number in range(count)]
     workers = [fork.Process(target=contend, args=(str(tmp_path), count)) for _ in range(4)]
     for worker in workers:
         worker.start()
@@ -231,17 +231,17 @@ def test_many_processes_on_one_store(tmp_path: Path, kills: int, monkeypatch: py
         worker.join(60)
         assert worker.exitcode == 0
     store = Store(tmp_path)
-    assert sorted(result.key for result in runs_of(store)) == sorted(task.key for task in tasks)
+    assert sorted(result.key for result in runs_of(store)) == sorted(job.key for job in jobs)
     assert not store.notes and not store.failures()
     begun = Counter(key for what, key, *_ in log(tmp_path) if what == "begin")
-    assert set(begun) == {task.key for task in tasks}
+    assert set(begun) == {job.key for job in jobs}
     assert hits >= kills // 2 and sum(begun.values()) <= count + hits, "only what was killed is done again"
-    assert not any(store.claimed(task) for task in tasks)
+    assert not any(store.claimed(job) for job in jobs)
     overlaps(log(tmp_path))
 
 
 def overlaps(lines: list[list[str]]) -> None:
-    """No two processes are at one task at the same time: who begins does so after the one before has ended or died."""
+    """No two processes are at one job at the same time: who begins does so after the one before has ended or died."""
     last: dict[str, str] = {}
     for what, key, pid, _ in lines:
         if what == "end":
@@ -251,9 +251,9 @@ def overlaps(lines: list[list[str]]) -> None:
 
 
 def race(folder: str, number: int, barrier: Any, results: Any) -> None:
-    store, task = Store(folder), make_task(number)
+    store, job = Store(folder), make_job(number)
     barrier.wait()
-    results.put(store.write(task, make_result(task, top1=float(os.getpid()))))
+    results.put(store.write(job, make_result(job, top1=float(os.getpid()))))
 
 
 def test_of_many_writers_one_wins(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from linvit.comparison.description.spec import load
 from linvit.comparison.scheduling import travel
 from linvit.comparison.scheduling.store import Store
-from linvit.comparison.scheduling.travel import Archive, merge, open_store, pack, store_name
+from linvit.comparison.scheduling.travel import PackedStore, merge, open_store, pack, store_name
 from linvit.errors import LinvitError, Unwritable
-from tests.comparison.tasks import make_result, make_task, runs_of
+from tests.comparison.jobs import make_job, make_result, runs_of
 from tests.full_disk import small_files
 
 
@@ -31,9 +31,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_pack_and_merge(tmp_path: Path) -> None:
-    store, teacher, run, half = Store(tmp_path / "here"), make_task(1, "teacher"), make_task(2), make_task(3)
-    for task in (teacher, run):
-        store.write(task, make_result(task))
+    store, teacher, run, half = Store(tmp_path / "here"), make_job(1, "teacher"), make_job(2), make_job(3)
+    for job in (teacher, run):
+        store.write(job, make_result(job))
     store.add_failure(store.failure(half, "no luck"))
     store.ask(load("digits"))
     for folder in (store.teacher_folder(teacher.key), store.teacher_folder(half.key), store.work_folder(half.key)):
@@ -56,11 +56,11 @@ def test_pack_and_merge(tmp_path: Path) -> None:
 
 
 def test_work_under_way_here_is_not_touched(tmp_path: Path) -> None:
-    task = make_task(1)
+    job = make_job(1)
     here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
-    (there.work_folder(task.key)).mkdir(parents=True)
-    there.add_failure(there.failure(make_task(9), "so that it is a store"))
-    claim = here.claim(task)
+    (there.work_folder(job.key)).mkdir(parents=True)
+    there.add_failure(there.failure(make_job(9), "so that it is a store"))
+    claim = here.claim(job)
     assert claim is not None and merge(here, tmp_path / "there")["work"] == 0
     claim.release()
     assert merge(here, tmp_path / "there")["work"] == 1
@@ -69,7 +69,7 @@ def test_work_under_way_here_is_not_touched(tmp_path: Path) -> None:
 def test_a_cut_archive_gives_what_it_has(tmp_path: Path) -> None:
     store = Store(tmp_path / "here")
     for number in range(30):
-        store.write(make_task(number), make_result(make_task(number)))
+        store.write(make_job(number), make_result(make_job(number)))
     pack(store, tmp_path / "store.tar")
     content = (tmp_path / "store.tar").read_bytes()
     (tmp_path / "cut.tar").write_bytes(content[: len(content) // 2])
@@ -82,9 +82,9 @@ def test_a_cut_archive_gives_what_it_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.xz"])
 def test_an_archive_is_read_where_it_is(tmp_path: Path, suffix: str) -> None:
     store = Store(tmp_path / "here")
-    for task in (make_task(1), make_task(2, "teacher"), make_task(3, "speed")):
-        store.write(task, make_result(task))
-    store.add_failure(store.failure(make_task(4), "no luck"))
+    for job in (make_job(1), make_job(2, "teacher"), make_job(3, "speed")):
+        store.write(job, make_result(job))
+    store.add_failure(store.failure(make_job(4), "no luck"))
     (tmp_path / "here" / "runs" / "notes.json").write_text("[1]")
     path = tmp_path / f"here.{suffix}"
     assert pack(store, path) == 5
@@ -101,8 +101,8 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path, suffix: str) -> No
     for folder, numbers, moment in (("a", (1, 2), 1e9), ("b", (2, 1), 1.5e9)):
         store = Store(tmp_path / folder / "store")
         for number in numbers:
-            store.write(make_task(number), make_result(make_task(number)))
-            os.utime(store.path(make_task(number)), (moment, moment))
+            store.write(make_job(number), make_result(make_job(number)))
+            os.utime(store.path(make_job(number)), (moment, moment))
         pack(store, tmp_path / folder / f"store.{suffix}")
         archives.append((tmp_path / folder / f"store.{suffix}").read_bytes())
     assert archives[0] == archives[1]
@@ -110,19 +110,19 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path, suffix: str) -> No
 
 def test_an_archive_that_swells_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "here")
-    store.write(make_task(1), make_result(make_task(1), command="x" * 5000))
+    store.write(make_job(1), make_result(make_job(1), command="x" * 5000))
     pack(store, tmp_path / "here.tar.xz")
     for limit in ("LARGEST", "MOST"):
         with monkeypatch.context() as patch:
             patch.setattr(travel, limit, 4000)
             patch.setattr(travel, "SWELLING", 0)
             with pytest.raises(LinvitError, match="holds more than"):
-                list(Archive(tmp_path / "here.tar.xz").results())
+                list(PackedStore(tmp_path / "here.tar.xz").results())
             with pytest.raises(LinvitError, match="holds more than a store could: not merged"):
                 merge(Store(tmp_path / "there"), tmp_path / "here.tar.xz")
             assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]
     assert merge(Store(tmp_path / "there"), tmp_path / "here.tar.xz")["runs"] == 1
-    assert len(list(Archive(tmp_path / "here.tar.xz").results())) == 1
+    assert len(list(PackedStore(tmp_path / "here.tar.xz").results())) == 1
 
 
 def test_a_small_archive_cannot_fill_a_disk(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_small_archive_cannot_fill_a_disk(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """And nothing is half there: neither in the archive nor in the store."""
-    store, teacher = Store(tmp_path / "here"), make_task(1, "teacher")
+    store, teacher = Store(tmp_path / "here"), make_job(1, "teacher")
     store.write(teacher, make_result(teacher))
     folder = store.teacher_folder(teacher.key)
     folder.mkdir(parents=True)
@@ -159,17 +159,17 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_large_file_in_a_folder_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, task = Store(tmp_path / "here"), make_task(1)
-    store.write(task, make_result(task))
+    store, job = Store(tmp_path / "here"), make_job(1)
+    store.write(job, make_result(job))
     monkeypatch.setattr(travel, "LARGEST", 100)
     other = Store(tmp_path / "there")
     assert not any(merge(other, store.folder).values()) and "larger than a result could be" in other.notes[0]
 
 
 def test_a_flipped_bit_in_an_archive_changes_nothing_without_a_note(tmp_path: Path) -> None:
-    store, teacher = Store(tmp_path / "here"), make_task(9, "teacher")
-    for task in (teacher, *(make_task(number) for number in range(3))):
-        store.write(task, make_result(task, top1=51.25))
+    store, teacher = Store(tmp_path / "here"), make_job(9, "teacher")
+    for job in (teacher, *(make_job(number) for number in range(3))):
+        store.write(job, make_result(job, top1=51.25))
     store.ask(load("digits"))
     folder = store.teacher_folder(teacher.key)
     folder.mkdir(parents=True)
@@ -200,15 +200,15 @@ def test_a_flipped_bit_in_an_archive_changes_nothing_without_a_note(tmp_path: Pa
 
 
 def test_a_result_that_was_changed_is_left_aside(tmp_path: Path) -> None:
-    store, task = Store(tmp_path), make_task(1)
-    store.write(task, make_result(task, top1=51.25))
-    path = store.path(task)
+    store, job = Store(tmp_path), make_job(1)
+    store.write(job, make_result(job, top1=51.25))
+    path = store.path(job)
     path.write_text(path.read_text().replace("51.25", "91.25"))
-    assert not store.finished(task) and "it is damaged: its digest is wrong" in store.notes[0]
+    assert not store.finished(job) and "it is damaged: its digest is wrong" in store.notes[0]
     old = json.loads(path.read_text())
     del old["digest"]
     path.write_text(json.dumps(old))
-    assert store.finished(task), "files from before there were digests are believed"
+    assert store.finished(job), "files from before there were digests are believed"
 
 
 def test_what_is_no_archive(tmp_path: Path) -> None:
@@ -247,9 +247,9 @@ def fill(folder: Path, made: list[tuple[int, int]]) -> Store:
     store = Store(folder)
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     for i, (number, version) in enumerate(made):
-        task = make_task(number)
+        job = make_job(number)
         other = Store(folder.with_name(f"{folder.name}-{i}"))
-        other.write(task, make_result(task, time=f"2026-01-0{version + 1}", version=version))
+        other.write(job, make_result(job, time=f"2026-01-0{version + 1}", version=version))
         merge(store, other.folder)
     return store
 
@@ -270,7 +270,7 @@ def test_merging_loses_nothing_in_any_order(
     assert not any(merge(one, second.folder).values()) and not any(merge(one, two.folder).values())
     assert contents(one.folder) == before
     kept = [json.loads(content) for content in before.values()]
-    assert {(r["key"], r["version"]) for r in kept} == {(make_task(n).key, v) for n, v in {*a, *b}}
+    assert {(r["key"], r["version"]) for r in kept} == {(make_job(n).key, v) for n, v in {*a, *b}}
     assert len(kept) == len({*a, *b}), "nothing doubled"
     for result in runs_of(one):
-        assert result.version == min(v for n, v in {*a, *b} if make_task(n).key == result.key)
+        assert result.version == min(v for n, v in {*a, *b} if make_job(n).key == result.key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import linvit
 from linvit import LinvitError
+from linvit.clock import Timing
 from linvit.conversion import convert, find_hosts, parse_plan
 from linvit.conversion.planning import (
     LayerCost,
@@ -61,7 +63,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
             found[name] = LayerTime(cost(before[name]), None if name in stayed else cost(module))
         return found
 
-    def models(model: nn.Module, converted: nn.Module, setting: Setting) -> tuple[float, float]:
+    def models(
+        model: nn.Module, converted: nn.Module, setting: Setting, saved: float | None = None
+    ) -> tuple[float, float]:
         one, other = (10 + sum(cost(m) for _, m in find_hosts(each)) for each in (model, converted))
         return one, other
 
@@ -100,6 +104,22 @@ def test_costs_of_a_model_that_looks_at_its_data() -> None:
     assert costs and all(cost.size is not None and cost.macs > 0 for cost in costs)
 
 
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "efficientformerv2_s0"])
+def test_costs_of_layers_whose_heads_talk(name: str) -> None:
+    """Between its products a layer with talking heads asks no mechanism; two mixings of its heads are counted too."""
+    family = next(family for family in FAMILIES if family.model == name)
+    model, size = family.build(), (family.size, family.width or family.size)
+    costs = [cost for cost in layer_costs(model, size) if cost.size is not None]
+    assert len(costs) == len(find_hosts(model))
+    first = costs[0].size
+    assert first is not None and first.queries == first.keys
+    products = first.heads * first.keys**2 * (first.head_dim + first.value_dim)
+    assert costs[0].macs == products + 2 * first.heads**2 * first.keys**2
+    drop = ("talking_heads", "relative_bias") if name.startswith("efficient") else ("talking_heads",)
+    report = convert(model, "stella", size=size, drop=drop, costs=True)
+    assert report.layers[0].macs is not None and report.layers[0].macs[0] == costs[0].macs
+
+
 def test_costs_of_a_model_of_one_channel_that_does_not_say_so() -> None:
     model = timm.create_model("fastvit_sa12", in_chans=1)
     assert all(cost.macs > 0 for cost in layer_costs(model, (64, 64))) and find_hosts(model)
@@ -109,6 +129,8 @@ def test_a_size_that_the_model_cannot_take_is_one_line() -> None:
     with pytest.raises(LinvitError, match="cannot take images of 30×30") as caught:
         layer_costs(vit(), (30, 30))
     assert "\n" not in str(caught.value)
+    with pytest.raises(LinvitError, match="cannot take images of 128×128"):
+        convert(vit(), "qt", size=128)
 
 
 def test_the_fastest_candidate_of_each_layer(clocks: dict[str, float]) -> None:
@@ -125,6 +147,31 @@ def test_the_fastest_candidate_of_each_layer(clocks: dict[str, float]) -> None:
         found.choose(speedup=2)
     with pytest.raises(LinvitError, match="cannot keep 5 layers: the model has 4"):
         measure(vit(), setting(), keep=5)
+
+
+def test_a_tie_goes_to_what_converts_least(clocks: dict[str, float]) -> None:
+    """One layer pays by a good tenth of itself and the others hardly: no clock tells such models apart."""
+    layers = [LayerOptions(LayerCost(i, str(i), "softmax"), 1.0, ()) for i in range(3)]
+    speeds = (1.0, 1.2, 1.209, 1.195)
+    points = tuple(front.FrontPlan(parse_plan("stella"), i, 1.0, speedup=speed) for i, speed in enumerate(speeds))
+    assert Study(setting(), 1.0, tuple(layers), points).choose().converted == 1
+    assert Study(setting(), 1.0, tuple(layers), (points[0], replace(points[1], speedup=1.009))).choose().converted == 0
+    assert Study(setting(), 1.0, tuple(layers), points).choose(speedup=1.205).converted == 2
+
+
+@pytest.mark.parametrize(("turns", "longer"), [((10.0, 9.0), False), ((10.0, 10.1), True), ((10.0, 8.0), True)])
+def test_what_layers_do_not_promise_is_measured_longer(
+    turns: tuple[float, float], longer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def by_turns(calls: Any, device: torch.device, *, budget: float, least: int) -> list[Timing]:
+        asked.append(least)
+        return [Timing(ms, ms, ms, least) for ms in (turns if len(asked) == 1 else (10.0, 9.1))]
+
+    monkeypatch.setattr(timing.clock, "by_turns", by_turns)
+    assert timing.time_models(vit(), vit(), setting(), 1.0) == ((10.0, 9.1) if longer else turns)
+    assert asked == ([5, 15] if longer else [5])
 
 
 def test_what_is_slower_stays(clocks: dict[str, float]) -> None:
@@ -170,6 +217,18 @@ def test_a_bias_is_kept_unless_dropped(clocks: dict[str, float]) -> None:
     model = swin()
     kept = measure(model, setting(), candidates=("stella",))
     assert len(kept.front) == 1 and all("relative_bias" in layer.options[0].refused for layer in kept.layers)
+    why = (
+        "stella cannot honour the relative_bias and shift_mask; --drop relative_bias,shift_mask gives up what it cannot"
+    )
+    assert kept.layers[0].options[0].refused == why
+    half = measure(model, setting(), candidates=("stella",), drop=("relative_bias",))
+    assert (
+        half.layers[0]
+        .options[0]
+        .refused.endswith("the shift_mask; --drop relative_bias,shift_mask gives up what it cannot")
+    )
+    with pytest.raises(LinvitError, match="drop names rotary, which no layer of this SwinTransformer has"):
+        measure(model, setting(), candidates=("stella",), drop=("rotary",))
     freed = measure(model, setting(), candidates=("stella",), drop=("relative_bias", "shift_mask"))
     plan = freed.choose().plan
     assert freed.choose().converted == 3 and set(plan.drop) == {"relative_bias", "shift_mask"}
@@ -184,6 +243,8 @@ def test_large_layers_that_stay_are_explained() -> None:
     barred = LayerOptions(cost, 1.0, (LayerOption("stella", refused="it cannot"),))
     small = LayerOptions(layer_costs(vit(), (64, 64))[0], 1.0, (LayerOption("stella", ratio=0.9),))
     assert Study(setting(), 1.0, (slow, small)).missed() == ["layers 3: no candidate is faster (best 0.90×)"]
+    near = LayerOptions(cost, 1.0, (LayerOption("stella", ratio=1.02),))
+    assert Study(setting(), 1.0, (near,)).missed() == ["layers 3: no candidate is clearly faster (best 1.02×)"]
     assert Study(setting(), 1.0, (barred,)).missed() == ["layers 3: it cannot"]
 
 
@@ -202,6 +263,13 @@ def test_auto_is_saved_as_the_plan_it_became(clocks: dict[str, float], tmp_path:
     picture = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(again(picture), model(picture))
+
+
+@pytest.mark.parametrize("device", ["mps" if torch.cuda.is_available() else "cuda", "moon"])
+def test_auto_on_a_device_that_is_absent(device: str) -> None:
+    with pytest.raises(LinvitError, match=f"there is no device {device} here") as caught:
+        convert(vit(), "auto", device=device)
+    assert "\n" not in str(caught.value)
 
 
 def test_auto_needs_a_model() -> None:
@@ -243,7 +311,7 @@ def test_dense_models_are_timed_by_their_trunk() -> None:
     ("options", "message"),
     [
         ({"dtype": "int8"}, "unknown precision"),
-        ({"mode": "fast"}, "unknown mode"),
+        ({"mode": "fast"}, "unknown runtime"),
         ({"mode": "graph"}, "needs a CUDA device"),
     ],
 )

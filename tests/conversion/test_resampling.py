@@ -173,12 +173,14 @@ def test_patch_change_of_swin_keeps_its_windows() -> None:
 
 def test_mistakes_are_one_line() -> None:
     vit = timm.create_model("deit_tiny_patch16_224", depth=1)
+    swinv2 = timm.create_model("swinv2_tiny_window8_256", embed_dim=24, depths=(2,), num_heads=(1,))
     for message, attempt in {
         "no patch embedding": lambda: linvit.resample_patches(nn.Linear(2, 2), 14),
         "224×224 pixels cannot be cut into patches of 15": lambda: linvit.resample_patches(vit, 15),
         "at least 1, got 0": lambda: linvit.resample_patches(vit, 0),
         "no windows": lambda: linvit.resample_windows(vit, 14),
         "window size must be at least 1": lambda: linvit.resample_windows(swin(), 0),
+        "256×256 pixels cannot be cut into windows of 5 tokens": lambda: linvit.resample_windows(swinv2, 5),
     }.items():
         with pytest.raises(LinvitError, match=message):
             attempt()

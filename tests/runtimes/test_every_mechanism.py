@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from linvit.attention import TokenGrid, list_mechanisms
+from linvit.runtimes.coreml import check_structure
 from linvit.runtimes.exporting import find_target
 from linvit.runtimes.opened import open_file
 from linvit.runtimes.photographs import photographs
 from linvit.runtimes.preparing import trace
-from linvit.runtimes.target import Job, hushed
+from linvit.runtimes.process import Process
+from linvit.runtimes.target import ExportJob, hushed
 from linvit.runtimes.verifying import prepared, relative_rms
 from tests.attention.cases import HEAD_DIM, HEADS, Case, cases, supported
 
@@ -70,8 +72,20 @@ def test_matches_pytorch_on_a_photograph(to: str, programs: list[Program], tmp_p
     for chosen, image, wanted, program in programs:
         path = tmp_path / f"{chosen[0].name}{target.suffix}"
         with hushed():
-            target.write(Job(program, path, "fp32"))
+            target.write(ExportJob(program, path, "fp32"))
         found = open_file(str(path), 1, [], "")(image.numpy())
         for case, one, other in zip(chosen, found, wanted, strict=True):
             errors[str(case)] = relative_rms(torch.from_numpy(one), other)
     assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
+
+
+def test_converts_to_core_ml(programs: list[Program], tmp_path: Path) -> None:
+    """With every sum over tokens in float32 although the rest is in half precision; it runs on Apple's systems only."""
+    pytest.importorskip("coremltools", reason="pip install 'linvit[coreml]'")
+    target = find_target("coreml")
+    for chosen, _, _, program in programs:
+        path = tmp_path / f"{chosen[0].name}{target.suffix}"
+        with hushed():
+            target.write(ExportJob(program, path, "fp16"))
+        with Process(path) as process:
+            assert check_structure(process.opened["operations"])["float32_sums"] >= len(chosen)

@@ -95,6 +95,9 @@ def test_a_weight_that_changed_is_found_and_its_layer_named(exported: tuple[nn.M
     look = verifying.layers_inside(path, nodes_of(model))
     with pytest.raises(LinvitError, match=r"departs from the model by .* first in blocks\.1"):
         verifying.verify(model, path, photographs(2), picture_settings(model), (64, 64), "fp32", look)
+    nameless = verifying.layers_inside(path, {})  # of a model that is one layer
+    with pytest.raises(LinvitError, match=r"departs from the model by .* behind the last layer"):
+        verifying.verify(model, path, photographs(2), picture_settings(model), (64, 64), "fp32", nameless)
 
 
 def scope_of(node: onnx.NodeProto) -> str:
@@ -263,6 +266,15 @@ def test_core_ml_is_checked_by_its_structure(tmp_path: Path) -> None:
     assert done.checks == () and done.facts["float32_sums"] >= 4 and done.facts["operations"] > 20
     with pytest.raises(LinvitError, match="nothing can be measured"):
         linvit.export(small(), "coreml", measure=lambda model: {})
+
+
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_dinov3"])
+def test_rotary_position_in_core_ml(name: str, tmp_path: Path) -> None:
+    """Core ML takes tensors of five dimensions at most, which pairs of several copies of a head once went beyond."""
+    pytest.importorskip("coremltools", reason="pip install 'linvit[coreml]'")
+    model = timm.create_model(name, pretrained=False, depth=1, num_classes=5, img_size=56 if "14" in name else 64)
+    linvit.convert(model, "qt")
+    assert linvit.export(model, "coreml", tmp_path / "model.mlpackage", count=1).facts["float32_sums"] >= 2
 
 
 def test_half_sums_in_core_ml_are_refused() -> None:

@@ -64,10 +64,18 @@ class Rotary:
         """`x`, `(batch, heads, tokens, head_dim)`, turned."""
         tokens = self.cos.shape[-2]
         first, last = x.split((x.shape[-2] - tokens, tokens), dim=-2)
-        one, other = last.unflatten(-1, (self.blocks, 2, -1)).unbind(-2)
-        partner = torch.stack((-other, one), dim=-2).flatten(-3)
-        turned = (last * self.cos + partner * self.sin).to(x.dtype)
+        turned = (last * self.cos + self.partners(last) * self.sin).to(x.dtype)
         return torch.cat((first, turned), dim=-2) if first.shape[-2] else turned
+
+    def partners(self, x: Tensor) -> Tensor:
+        """Each channel's partner, that of a first half negated. No tensor has more than five dimensions: Core ML takes
+        no more."""
+        if self.blocks * 2 == x.shape[-1]:
+            one, other = x.unflatten(-1, (self.blocks, 2)).unbind(-1)
+            return torch.stack((-other, one), dim=-1).flatten(-2)
+        halves = x.chunk(2 * self.blocks, dim=-1)
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        return torch.cat([half for one, other in pairs for half in (-other, one)], dim=-1)
 
     def features(self, phi: Tensor) -> Tensor:
         """Features turned: each whole head's width of them alike, what is left over (a constant feature) not at all."""

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
     from linvit.measurement.record import ResultFile
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed and memory against softmax, in one run.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Measure speed and memory against softmax, in one run.
+
+    \b
+    Example: linvit bench model deit_tiny_patch16_224 --plan stella --size 224,448 --batch 8""",
+)
 
 USUAL = {"cuda": "bf16", "cpu": "fp32"}  # the precision on each device
 Precision = Annotated[
@@ -33,7 +39,7 @@ Source = Annotated[Path | None, typer.Option("--from", help="Show this result fi
 Budget = Annotated[float, typer.Option(help="Seconds to spend on each time.")]
 
 
-@app.command("op")
+@app.command("op", short_help="A mechanism beside PyTorch's attention.")
 def op(
     mechanism: Annotated[str, typer.Option("--mechanism", "-m", help="One that `linvit list` names.")] = "stella",
     option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the mechanism.")] = None,
@@ -92,7 +98,7 @@ def op(
     finish(result, print_op, as_json)
 
 
-@app.command("model")
+@app.command("model", short_help="A model beside its converted self.")
 def model(
     name: Annotated[
         str, typer.Argument(help="A timm model, such as deit_small_patch16_224 or faster_rcnn, or a saved detector.")
@@ -110,7 +116,7 @@ def model(
     size: arguments.Sizes = "",
     batch: Annotated[str, typer.Option(help="Batch size, 64 or to detect and segment 8, or one for each size.")] = "",
     passes: Annotated[str, typer.Option(help="inference, training, or both.")] = "inference,training",
-    modes: Annotated[str, typer.Option(help="eager, compiled, or graph: as a CUDA graph.")] = "eager,compiled",
+    runtime: Annotated[str, typer.Option(help="eager, compiled, or graph: as a CUDA graph.")] = "eager,compiled",
     precision: Precision = None,
     device: arguments.Device = "auto",
     budget: Budget = 1.0,
@@ -153,7 +159,7 @@ def model(
         raise LinvitError(f"give one batch size, or {len(sizes)}: one for each size")
     options, args = arguments.plan_options(option, keep), arguments.pairs(model_arg, "--model-arg")
     plans = {text: parse_plan(text, **options) for text in (split_plans(plan) if dense else [plan])}
-    which, how = arguments.words(passes, model_speed.PASSES), arguments.words(modes, model_speed.MODES)
+    which, how = arguments.words(passes, model_speed.PASSES), arguments.words(runtime, model_speed.MODES)
     settings: dict[str, Any] = {"dtype": precision or USUAL[place.type], **({"args": args} if args else {})}
     with arguments.dropping(drop) as given_up:
         told = options | ({"drop": given_up} if given_up else {})
@@ -174,7 +180,7 @@ def model(
     finish(result, print_dense if dense else print_model, as_json)
 
 
-@app.command("training")
+@app.command("training", short_help="Training, with softmax and converted.")
 def training(
     model: Annotated[str, typer.Argument(help="A timm model, such as vit_tiny_patch16_224.")] = "",
     data: arguments.Data = "",
@@ -258,7 +264,7 @@ def training(
         finish(file.fill(tracked(map(measure, left), f"training {model}", len(left))), print_training, as_json)
 
 
-@app.command("scaling")
+@app.command("scaling", short_help="Whether linear mechanisms are linear.")
 def scaling(
     mechanism: Annotated[list[str] | None, typer.Option("--mechanism", "-m", help="Only these, of the linear.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="N; the other size is twice that.")] = 4096,

@@ -14,7 +14,7 @@ from linvit.errors import LinvitError
 KIND = "bench auto"
 
 
-@app.command("auto")
+@app.command("auto", short_help="What the plan auto buys, model by model.")
 def auto(
     names: Annotated[str, typer.Argument(metavar="MODEL,…", help="timm models, with commas.")] = "",
     size: arguments.Sizes = "224",

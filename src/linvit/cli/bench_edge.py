@@ -15,7 +15,7 @@ from linvit.errors import LinvitError
 KIND = "bench edge"
 
 
-@app.command("edge")
+@app.command("edge", short_help="Latency of one image in each runtime.")
 def edge(
     name: Annotated[str, typer.Argument(help="A timm model, such as deit_tiny_patch16_224.")] = "",
     plan: arguments.PlanTexts = "mixa,stella",

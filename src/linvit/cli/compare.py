@@ -31,14 +31,14 @@ def compare(
     recipe: arguments.Recipe = "",
     set_: arguments.Settings = None,
     seeds: Annotated[str, typer.Option(help="With commas, such as 0,1,2.")] = "",
-    patch_sizes: Annotated[str, typer.Option(help="With commas, such as 4,8.")] = "",
+    patch_size: Annotated[str, typer.Option(help="Of the patch embedding, with commas, such as 4,8.")] = "",
     size: Annotated[str, typer.Option(help="Image sizes to train at, with commas.")] = "",
     teacher: arguments.Teacher = "",
     engine: Annotated[str, typer.Option(help="local (this process), gpus (this machine), ray, or auto.")] = "auto",
     per_gpu: Annotated[int, typer.Option(min=1, help="How many runs share a GPU, or the CPU where there is none.")] = 1,
     address: Annotated[str, typer.Option(help="Of the Ray cluster; auto, or local for one of this machine.")] = "",
     cpus: Annotated[int | None, typer.Option(min=1, help="Processors that a run reserves of a Ray cluster.")] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Only this task, and what it needs.")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Only this job, and what it needs.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and about how long it takes.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Print a preset's file, to copy and change.")] = False,
@@ -73,7 +73,7 @@ def compare(
     given |= {"backbone": backbone, "task": task}
     given |= {"plans": tuple(split_plans(plan)), "settings": tuple(set_ or ())}
     given["architecture"] = {"model": model, **arguments.pairs(model_arg, "--model-arg")} if model else {}
-    for name, text in (("seeds", seeds), ("patch_sizes", patch_sizes), ("size", size)):
+    for name, text in (("seeds", seeds), ("patch_size", patch_size), ("size", size)):
         given[name] = tuple(arguments.numbers(text, least=0 if name == "seeds" else 1)) if text else ()
     changes = {name: value for name, value in given.items() if value}  # a flag that is not given says nothing
     work = choose(engine, per_gpu=per_gpu, address=address, cpus=cpus)
@@ -85,9 +85,9 @@ def compare(
         close(store, pack, merged, as_json)
         return
     request = read_request(what, changes, store.comparisons() if store and not what else (), guess=dry_run)
-    tasks = pick(request.tasks, only or [])
+    jobs = pick(request.jobs, only or [])
     if dry_run:
-        print_grid(tasks, request, store, as_json)
+        print_grid(jobs, request, store, as_json)
         return
     assert store is not None
     for comparison in request.comparisons:
@@ -96,18 +96,18 @@ def compare(
     if first:
         print_left_out(request, sys.stderr)
     try:
-        quiet: Watch | None = None if first and not as_json else lambda task, record: None
-        with screen(quiet, partial(bars, tasks, store), partial(lines, tasks, store)) as watch:
-            summary = work(tasks, store, watch=watch, retry=retry)
+        quiet: Watch | None = None if first and not as_json else lambda job, record: None
+        with screen(quiet, partial(bars, jobs, store), partial(lines, jobs, store)) as watch:
+            summary = work(jobs, store, watch=watch, retry=retry)
     except KeyboardInterrupt:
-        done = sum(store.finished(task) for task in tasks)
-        typer.echo(f"stopped: {done} of {len(tasks)} tasks are finished, the same command goes on", err=True)
+        done = sum(store.finished(job) for job in jobs)
+        typer.echo(f"stopped: {done} of {len(jobs)} jobs are finished, the same command goes on", err=True)
         raise typer.Exit(INTERRUPTED) from None
     finally:
         if pack is not None and first:
             travel.pack(store, pack, work=True)
     if first:
-        print_summary(tasks, store, summary, as_json)
+        print_summary(jobs, store, summary, as_json)
     if not summary.complete:
         raise typer.Exit(1)
 

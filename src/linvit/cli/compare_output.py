@@ -14,8 +14,8 @@ from linvit.codec import to_plain
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from linvit.comparison.description.job import Job
     from linvit.comparison.description.request import Request
-    from linvit.comparison.description.task import Task
     from linvit.comparison.results import SpeedPoint
     from linvit.comparison.scheduling.estimate import GridRow
     from linvit.comparison.scheduling.scheduler import Summary, Watch
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     TimedRow = tuple[CandidateRow, SpeedPoint | None, Ladder | None]
 
 
-def print_grid(tasks: Sequence[Task], request: Request, store: Store | None, as_json: bool) -> None:
+def print_grid(jobs: Sequence[Job], request: Request, store: Store | None, as_json: bool) -> None:
     """The candidates, their runs and about how long they take."""
     import torch
 
     from linvit.comparison.scheduling.estimate import estimate
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    guess = estimate(tasks, store, request.data, device)
-    timings = [(t, store is not None and store.finished(t)) for t in tasks if t.kind == "speed"]
-    runs, left = sum(len(row.tasks) for row in guess.rows), sum(len(row.left) for row in guess.rows)
+    guess = estimate(jobs, store, request.data, device)
+    timings = [(t, store is not None and store.finished(t)) for t in jobs if t.kind == "speed"]
+    runs, left = sum(len(row.jobs) for row in guess.rows), sum(len(row.left) for row in guess.rows)
     if as_json:
         rows = []
         for row in guess.rows:
-            label = {name: getattr(row.tasks[0].label, name) for name in ("candidate", "mode", "patch", "size")}
-            keys = [{"key": t.key, "seed": t.label.seed, "finished": t not in row.left} for t in row.tasks]
-            rows.append({"kind": row.tasks[0].kind, **label, **vars(row.model), "seconds": row.seconds, "runs": keys})
+            label = {name: getattr(row.jobs[0].label, name) for name in ("candidate", "mode", "patch", "size")}
+            keys = [{"key": t.key, "seed": t.label.seed, "finished": t not in row.left} for t in row.jobs]
+            rows.append({"kind": row.jobs[0].kind, **label, **vars(row.model), "seconds": row.seconds, "runs": keys})
         timed = [{"key": t.key, "candidate": t.label.candidate, "finished": finished} for t, finished in timings]
         told = {"timings": timed, "seconds": guess.seconds, "estimated": guess.how}
         left_out = [vars(row) for row in request.left_out]
@@ -63,9 +63,9 @@ def print_left_out(request: Request, file: TextIO) -> None:
 
 
 def grid_cells(row: GridRow) -> list[object]:
-    label, model = row.tasks[0].label, row.model
-    name = f"{label.candidate} (teacher)" if row.tasks[0].kind == "teacher" else label.candidate
-    seeds = ",".join(dict.fromkeys(str(task.label.seed) for task in row.tasks))  # of several budgets once
+    label, model = row.jobs[0].label, row.model
+    name = f"{label.candidate} (teacher)" if row.jobs[0].kind == "teacher" else label.candidate
+    seeds = ",".join(dict.fromkeys(str(job.label.seed) for job in row.jobs))  # of several budgets once
     counts = [f"{model.parameters / 1e6:.2f}", f"{model.macs / 1e6:,.0f}", model.tokens or "–"]
     spent = "–" if row.seconds is None else duration(row.seconds)
     return [name, label.patch or "–", label.size, seeds, *counts, len(row.left), spent]
@@ -77,48 +77,48 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
 
 
-def bars(tasks: Sequence[Task], store: Store, shown: Progress) -> Watch:
-    finished = {task.key for task in tasks if store.finished(task)}
+def bars(jobs: Sequence[Job], store: Store, shown: Progress) -> Watch:
+    finished = {job.key for job in jobs if store.finished(job)}
     running: dict[str, Any] = {}
-    whole = shown.add_task("all tasks", total=len(tasks), completed=len(finished), text="")
+    whole = shown.add_task("all jobs", total=len(jobs), completed=len(finished), text="")
 
-    def watch(task: Task, record: dict[str, Any]) -> None:
+    def watch(job: Job, record: dict[str, Any]) -> None:
         kind = record["kind"]
         if kind in ("done", "failed", "lost"):
-            if task.key in running:
-                shown.remove_task(running.pop(task.key))
-            finished.update([task.key] if kind == "done" else [])
-            shown.console.print(styled(ended(task, record, store)))
-        elif task.key not in running:
-            running[task.key] = shown.add_task(name(task), total=None, text="")
+            if job.key in running:
+                shown.remove_task(running.pop(job.key))
+            finished.update([job.key] if kind == "done" else [])
+            shown.console.print(styled(ended(job, record, store)))
+        elif job.key not in running:
+            running[job.key] = shown.add_task(name(job), total=None, text="")
         if kind == "train":
-            shown.update(running[task.key], total=record["steps"], completed=record["step"])
+            shown.update(running[job.key], total=record["steps"], completed=record["step"])
         elif kind == "eval":
-            shown.update(running[task.key], text=f"epoch {record['epoch']:.0f}  {scored(record)}")
+            shown.update(running[job.key], text=f"epoch {record['epoch']:.0f}  {scored(record)}")
         elif kind == "note":
-            shown.console.print(styled(f"{name(task)}: {record['text']}"))
+            shown.console.print(styled(f"{name(job)}: {record['text']}"))
         parts = [shown.tasks[shown.task_ids.index(bar)] for bar in running.values()]
         so_far = sum(part.completed / part.total for part in parts if part.total)
-        shown.update(whole, completed=len(finished) + so_far, text=f"{len(finished)} of {len(tasks)}")
+        shown.update(whole, completed=len(finished) + so_far, text=f"{len(finished)} of {len(jobs)}")
 
     return watch
 
 
-def lines(tasks: Sequence[Task], store: Store) -> Watch:
-    """For a log file: the end of every task, and each run's progress now and then."""
-    finished = {task.key for task in tasks if store.finished(task)}
+def lines(jobs: Sequence[Job], store: Store) -> Watch:
+    """For a log file: the end of every job, and each run's progress now and then."""
+    finished = {job.key for job in jobs if store.finished(job)}
     last: dict[str, float] = {}
 
-    def watch(task: Task, record: dict[str, Any]) -> None:
+    def watch(job: Job, record: dict[str, Any]) -> None:
         kind, text = record["kind"], ""
         if kind in ("done", "failed", "lost"):
-            finished.update([task.key] if kind == "done" else [])
-            text = f"[{len(finished)}/{len(tasks)}] {ended(task, record, store)}"
+            finished.update([job.key] if kind == "done" else [])
+            text = f"[{len(finished)}/{len(jobs)}] {ended(job, record, store)}"
         elif kind == "note":
-            text = f"{name(task)}: {record['text']}"
-        elif kind == "eval" and time.monotonic() - last.get(task.key, 0) > PATIENCE:
-            last[task.key] = time.monotonic()
-            text = f"{name(task)}: epoch {record['epoch']:.0f}, {scored(record)}"
+            text = f"{name(job)}: {record['text']}"
+        elif kind == "eval" and time.monotonic() - last.get(job.key, 0) > PATIENCE:
+            last[job.key] = time.monotonic()
+            text = f"{name(job)}: epoch {record['epoch']:.0f}, {scored(record)}"
         if text:
             say(text, err=True)
 
@@ -136,32 +136,32 @@ def scored(record: dict[str, Any]) -> str:
     return f"{metric} {100 * record[metric]:.2f}"
 
 
-def ended(task: Task, record: dict[str, Any], store: Store) -> str:
+def ended(job: Job, record: dict[str, Any], store: Store) -> str:
     from linvit.comparison.reporting.wording import metric_name
     from linvit.comparison.results import Run
 
     if record["kind"] != "done":
-        return f"{name(task)}: {record['kind']}: {record.get('error') or record.get('text')}"
-    found = store.result(task)
+        return f"{name(job)}: {record['kind']}: {record.get('error') or record.get('text')}"
+    found = store.result(job)
     score = f"{metric_name(found.accuracy.metric)} {found.score:.2f}" if isinstance(found, Run) else "timed"
-    return f"{name(task)}: {score}, {duration(found.seconds if found else 0)}"
+    return f"{name(job)}: {score}, {duration(found.seconds if found else 0)}"
 
 
-def name(task: Task) -> str:
-    label = task.label
+def name(job: Job) -> str:
+    label = job.label
     patch = f" patch {label.patch}" if label.patch else ""
-    seed = f" seed {label.seed}" if task.kind != "speed" else " speed"
-    return f"{label.candidate}{' (teacher)' if task.kind == 'teacher' else ''}{patch} {label.size} px{seed}"
+    seed = f" seed {label.seed}" if job.kind != "speed" else " speed"
+    return f"{label.candidate}{' (teacher)' if job.kind == 'teacher' else ''}{patch} {label.size} px{seed}"
 
 
-def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json: bool) -> None:
-    """What came of the tasks, and what they found."""
+def print_summary(jobs: Sequence[Job], store: Store, summary: Summary, as_json: bool) -> None:
+    """What came of the jobs, and what they found."""
     from linvit.comparison import PAGE, report
 
     page = store.folder / PAGE
     found = report(store.folder, page).settings if summary.anything else ()
-    keys = list(dict.fromkeys(task.candidate_key for task in tasks))
-    by_key = {task.key: task for task in tasks}
+    keys = list(dict.fromkeys(job.candidate_key for job in jobs))
+    by_key = {job.key: job for job in jobs}
     errors = {key: store.failures(key)[-1].error for key in summary.failed}
     if as_json:
         failed = [{"key": key, "label": to_plain(by_key[key].label), "error": error} for key, error in errors.items()]
@@ -177,7 +177,7 @@ def print_summary(tasks: Sequence[Task], store: Store, summary: Summary, as_json
     for note in store.notes:
         say(note)
     if not summary.complete:
-        lacking = f"{len(summary.failed)} of {len(tasks)} tasks failed"
+        lacking = f"{len(summary.failed)} of {len(jobs)} jobs failed"
         lacking += f", {len(summary.missing)} are missing" if summary.missing else ""
         say(f"{lacking}: linvit compare -o {store.folder} --retry tries them again.")
     ended = len({*summary.done, *summary.earlier})

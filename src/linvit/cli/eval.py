@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def eval_(
-    model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help=arguments.MODEL)],
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help=arguments.MODEL)],
     data: arguments.Data,
     task: arguments.Task = "",
     teacher: arguments.Teacher = "",

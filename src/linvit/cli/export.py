@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    model: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL", help=arguments.MODEL)],
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_DIR", help=arguments.MODEL)],
     to: Annotated[str, typer.Option(help="onnx, openvino, coreml or executorch.")],
     output: Annotated[Path | None, arguments.output("FILE", "The file; else model.… in the folder.")] = None,
     size: Annotated[

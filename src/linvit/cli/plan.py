@@ -35,7 +35,7 @@ def plan(
     precision: Annotated[
         str, typer.Option(help="fp32, bf16 or fp16; fp32 on a CPU and bf16 on a GPU unless told.")
     ] = "",
-    mode: Annotated[str, typer.Option(help="How whole models are timed: eager, compiled or graph.")] = "eager",
+    runtime: Annotated[str, typer.Option(help="How whole models are timed: eager, compiled or graph.")] = "eager",
     points: Annotated[int, typer.Option(min=2, help="So many plans are timed as whole models.")] = 8,
     checkpoint: Annotated[Path | None, typer.Option(metavar="FILE", help="Weights to use instead of timm's.")] = None,
     pretrained: arguments.Pretrained = True,
@@ -79,7 +79,7 @@ def plan(
         resample(built, size=pixels)
         pixels = pixels or own_size(built)
         usual = Setting.usual(built, pixels, place)
-        setting = Setting(pixels, place, batch or usual.batch, precision or usual.dtype, mode)
+        setting = Setting(pixels, place, batch or usual.batch, precision or usual.dtype, runtime)
         loader = None if data is None else calibration_images(data, built, images, size=pixels)
         total = min(points, len(find_hosts(built)) + 1) + len(named)
         with progress("measuring", total) as advance:
@@ -104,7 +104,8 @@ def plan(
         return
     print_study(found, chosen)
     if output is not None:
-        console().print(f"Plan: {output}; linvit convert {model} --plan {output} -o DIR makes it.")
+        given = "".join(f" {option} {value}" for option, value in (("--size", size), ("--drop", drop)) if value)
+        console().print(f"Plan: {output}; linvit convert {model}{given} --plan {output} -o DIR makes it.")
 
 
 def as_data(found: "Study") -> dict[str, Any]:

@@ -11,12 +11,18 @@ from linvit.cli.output import Json, console, print_json, progress, say, table
 if TYPE_CHECKING:
     from linvit.figures.kernels import Curve
 
-app = typer.Typer(help="Draw what attention does, and what was measured.", no_args_is_help=True)
-app.command("maps")(show_models.maps)
-app.command("features")(show_models.features)
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Draw what attention does, and what was measured.
+
+    \b
+    Example: linvit show maps deit_small_patch16_224 photo.jpg --plan stella -o maps.png""",
+)
+app.command("maps", short_help="Attention maps on photographs.")(show_models.maps)
+app.command("features", short_help="Patch features, as colours.")(show_models.features)
 
 
-@app.command("masks")
+@app.command("masks", short_help="How Castling's masks empty.")
 def masks(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a training run.")],
     output: Annotated[Path | None, arguments.output("FILE", "A picture; RUN_DIR/masks.png.")] = None,
@@ -46,7 +52,7 @@ def masks(
     say(f"Plot: {path}")
 
 
-@app.command("kernels")
+@app.command("kernels", short_help="What mechanisms take for alike.")
 def kernels(
     output: Annotated[Path, arguments.output("FILE", "The picture.")] = Path("kernels.png"),
     head_dim: Annotated[int, typer.Option(min=2, max=512, help="Width of a head.")] = 64,
@@ -87,7 +93,7 @@ def value_at(curve: "Curve", x: float) -> float:
     return float(np.interp(x, curve.x, curve.mean))
 
 
-@app.command("sensitivity")
+@app.command("sensitivity", short_help="Which layers a model can least do without.")
 def sensitivity(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A timm model, or a folder that linvit saved.")],
     data: Annotated[Path, typer.Argument(metavar="DIR", help="Images without labels.")],
@@ -135,7 +141,7 @@ def sensitivity(
     say(f"Plot: {output}")
 
 
-@app.command("pareto")
+@app.command("pareto", short_help="Accuracy over speed, of a comparison.")
 def pareto(
     stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="What `linvit compare` wrote, or archives.")],
     output: Annotated[Path, arguments.output("FILE", "The picture.")] = Path("pareto.png"),

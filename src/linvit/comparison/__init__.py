@@ -23,7 +23,7 @@ def compare(
     address: str = "",
     cpus: int | None = None,
     retry: bool = False,
-    watch: "Watch" = lambda task, record: None,
+    watch: "Watch" = lambda job, record: None,
     **changes: Any,
 ) -> "Summary":
     """Do what a comparison, a preset or a TOML file asks for, with `changes` of its fields, and write the report into
@@ -40,7 +40,7 @@ def compare(
     request = read_request(what, changes, found.comparisons())
     for comparison in request.comparisons:
         found.ask(comparison)
-    summary = work(request.tasks, found, watch=watch, retry=retry)
+    summary = work(request.jobs, found, watch=watch, retry=retry)
     if summary.anything:
         report(store, found.folder / PAGE)
     return summary

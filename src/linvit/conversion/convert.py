@@ -17,7 +17,7 @@ from linvit.conversion.grids import Grids, stem, watch
 from linvit.conversion.host import FEATURES, Ask, Host
 from linvit.conversion.hosts import host_for, host_of
 from linvit.conversion.plan import Auto, Choice, Plan, as_plan
-from linvit.conversion.refusing import no_hosts
+from linvit.conversion.refusing import no_hosts, told
 from linvit.conversion.report import Conversion, Layer, Report
 from linvit.errors import LinvitError, NotHonoured, unknown
 
@@ -322,7 +322,8 @@ def probe_grids(
 
         handles.append(module.register_forward_pre_hook(see, with_kwargs=True))
     try:
-        dry_run(model, size)
+        with told(size):
+            dry_run(model, size)
     finally:
         for handle in handles:
             handle.remove()

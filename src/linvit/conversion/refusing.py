@@ -1,8 +1,13 @@
-"""What is told of a model that has no attention linvit knows: what it has, and what works instead."""
+"""What is told of a model that has no attention linvit knows, what it has and what works instead, and of an image size
+that a model cannot take."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import nn
 
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, reason
 
 # Models of Hugging Face, by their type, that are the same or the nearest in timm, where their attention has a host.
 IN_TIMM = {
@@ -35,3 +40,16 @@ def no_hosts(model: nn.Module) -> LinvitError:
         f"{known}: take the model from timm or Hugging Face, such as "
         "timm.create_model('vit_base_patch16_224', pretrained=True)"
     )
+
+
+@contextmanager
+def told(size: tuple[int, int]) -> Iterator[None]:
+    """A size that a model cannot take is one line."""
+    try:
+        yield
+    except LinvitError:
+        raise
+    except (AssertionError, RuntimeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise LinvitError(f"the model cannot take images of {size[0]}×{size[1]}: {reason(error)}") from error

@@ -117,7 +117,7 @@ class Report:
             before, after = (sum(column) / 1e6 for column in zip(*counted, strict=True))
             lines.append(f"attention: {before:,.1f} → {after:,.1f} MMACs a picture")
         if self.study is not None:
-            speedup = max((point.speedup or 1.0 for point in self.study.front), default=1.0)
+            speedup = self.study.choose().speedup or 1.0
             lines.append(f"measured: {speedup:.2f}× as fast as before")
             lines += [f"left although they are large: {line}" for line in self.study.missed()]
         if changed:

@@ -13,7 +13,7 @@ from typing import Any
 from timm.layers import resample_abs_pos_embed, to_2tuple
 from torch import nn
 
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, reason
 
 
 def resample_patches(model: nn.Module, patch_size: int, size: int | tuple[int, int] | None = None) -> None:
@@ -71,7 +71,12 @@ def resize(model: Any, **sizes: Any) -> None:
     grid, table = model.patch_embed.grid_size, getattr(model, "pos_embed", None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="timm.layers.interpolate")  # how it indexes is not the user's matter
-        model.set_input_size(**sizes)
+        try:
+            model.set_input_size(**sizes)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            (height, width), windows = sizes["img_size"], sizes.get("window_size")
+            into = f"into windows of {windows[0]} tokens" if windows else f"as the model does it ({reason(error)})"
+            raise LinvitError(f"{height}×{width} pixels cannot be cut {into}: give another size") from error
     if table is not None and model.pos_embed is table and model.patch_embed.grid_size != grid:
         # As many tokens as before on another grid, 4×9 for 6×6: timm only looks at their number.
         prefix = 0 if model.no_embed_class else model.num_prefix_tokens

@@ -11,7 +11,7 @@ from linvit.conversion.convert import find_hosts, own_size
 from linvit.conversion.plan import Auto, Pick, Plan
 from linvit.conversion.planning import Setting, Study, study
 from linvit.conversion.sensitivity import Sensitivity, measure_sensitivity
-from linvit.errors import LinvitError
+from linvit.errors import LinvitError, reason
 
 
 def layers_to_measure(plan: Plan) -> int:
@@ -44,7 +44,17 @@ def resolve(
 ) -> tuple[Plan, Study]:
     """The plan that `auto` becomes for this model, and what was measured: on its own device unless told."""
     stay = {index for rule in plan.rules for index in rule.matching([name for name, _ in find_hosts(model)])}
-    place = None if device is None else torch.device(device)
+    place = None if device is None else present(device)
     setting = Setting.usual(model, size or own_size(model), place)
     found = study(model, setting, candidates=plan.candidates, drop=named, stay=stay, points=3)
     return found.choose().plan, found
+
+
+def present(device: torch.device | str) -> torch.device:
+    """The device, where it can be used here."""
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (AssertionError, RuntimeError) as error:
+        raise LinvitError(f"there is no device {device} here ({reason(error)}): use cpu") from None
+    return place

@@ -79,7 +79,7 @@ def sweep(
     if dtype not in DTYPES:
         raise unknown("precision", dtype, DTYPES)
     if "graph" in modes:
-        raise LinvitError("heads ask the host, so the mode graph is not theirs: use eager or compiled")
+        raise LinvitError("heads ask the host, so they cannot run as a CUDA graph: use eager or compiled")
     for (size, batch), which, mode in product(zip(sizes, batches, strict=True), passes, modes):
         pixels = size[0] if size[0] == size[1] else f"{size[0]}x{size[1]}"
         setting = {"resolution": pixels, "batch": batch, "pass": which, "mode": mode}

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from linvit import clock
 from linvit.attention import Mechanism
+from linvit.conversion.refusing import told
 from linvit.errors import LinvitError, unknown
 from linvit.measurement.speed import DTYPES, failure, relative_rms
 
@@ -51,7 +52,7 @@ def sweep(
     if dtype not in DTYPES:
         raise unknown("precision", dtype, DTYPES)
     if "graph" in modes and device.type != "cuda":
-        raise LinvitError("the mode graph needs a CUDA device: use eager or compiled")
+        raise LinvitError("graph needs a CUDA device: use eager or compiled")
     random_model(name, sizes[0], args or {}, convert)  # what cannot be converted is told before anything is measured
     for (size, batch), which, mode in product(zip(sizes, batches, strict=True), passes, modes):
         softmax = partial(random_model, name, size, args or {})
@@ -76,7 +77,8 @@ def random_model(name: str, size: tuple[int, int], args: dict[str, Any], convert
         raise unknown("timm model", name, timm.list_models())
     torch.manual_seed(0)
     try:
-        model = timm.create_model(name, img_size=size[0] if size[0] == size[1] else size, **args)
+        with told(size):
+            model = timm.create_model(name, img_size=size[0] if size[0] == size[1] else size, **args)
     except TypeError:  # convolutional pyramids take any size and no such argument
         model = timm.create_model(name, **args)
     if convert is not None:

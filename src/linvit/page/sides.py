@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from linvit import clock
 from linvit.conversion import convert, resample
 from linvit.conversion.convert import own_size
-from linvit.conversion.planning.costs import told
+from linvit.conversion.refusing import told
 from linvit.errors import LinvitError, NotHonoured
 from linvit.figures.attention import Seen, SeenLayer, look, watchable
 from linvit.models.dense import DenseModel

@@ -7,22 +7,24 @@ operation. It runs on Apple's systems only, so a program made here is checked by
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 
 from linvit.errors import LinvitError
-from linvit.runtimes.target import Job, Target
+from linvit.runtimes.target import ExportJob, Target
 
 SUMS = ("softmax", "reduce_sum", "reduce_mean", "reduce_l2_norm", "reduce_sum_square", "reduce_max", "einsum")
+UNKNOWN = (torch.ops.aten.lerp, torch.ops.aten.new_ones)  # to the converter, until they are taken apart
 RETIRED = ("custom_layer", "custom")  # what no device has
 
 
-def write(job: Job) -> dict[str, Any]:
+def write(job: ExportJob) -> dict[str, Any]:
     import coremltools
 
     precision = coremltools.precision.FLOAT32
     if job.precision == "fp16":
         precision = coremltools.transform.FP16ComputePrecision(op_selector=lambda op: not adds_over_tokens(op))
-    program = job.program.run_decompositions({})
+    program = job.program.run_decompositions(get_decompositions(UNKNOWN))
     leave_out_aliases(program)
     model = coremltools.convert(
         program,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linvit.runtimes.target import Job, Target
+from linvit.runtimes.target import ExportJob, Target
 
 aten = torch.ops.aten
 
@@ -14,7 +14,7 @@ NO_WORK = "getitem"  # hands on what a delegated part gave
 TOLD = 6  # kinds of nodes that were left
 
 
-def write(job: Job) -> dict[str, Any]:
+def write(job: ExportJob) -> dict[str, Any]:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.devtools.backend_debug import get_delegation_info
     from executorch.exir import to_edge_transform_and_lower

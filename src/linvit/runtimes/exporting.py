@@ -33,7 +33,7 @@ from linvit.runtimes.preparing import (
     watch_layers,
 )
 from linvit.runtimes.process import Process, ProcessModel, ProcessSegmenter
-from linvit.runtimes.target import Job, Target, hushed
+from linvit.runtimes.target import ExportJob, Target, hushed
 from linvit.runtimes.verifying import Check, Look, answers, layers_inside, prepared, verify
 from linvit.version import __version__
 
@@ -139,7 +139,7 @@ def export(
         draft = beside / file.name
         try:
             with hushed():
-                facts = target.write(Job(program, draft, precision, batches))
+                facts = target.write(ExportJob(program, draft, precision, batches))
         except Exception as error:  # the converters have no error of their own
             if isinstance(error, LinvitError) or is_full(error):
                 raise
@@ -203,9 +203,10 @@ def layers_beside(draft: Path, target: Target, made: nn.Module) -> Look:
     def look(image: Tensor) -> dict[str, np.ndarray]:
         path, layers = draft.with_stem("layers"), list(watch_layers(made, layer_names(made), image))
         with hushed():
-            target.write(Job(trace(WithLayers(made, layers), image, dynamic=False), path, "fp32"))
+            target.write(ExportJob(trace(WithLayers(made, layers), image, dynamic=False), path, "fp32"))
         with Process(path) as process:
-            return dict(zip(layers, process.run(image.numpy())[-len(layers) :], strict=True))
+            found = process.run(image.numpy())
+        return dict(zip(layers, found[len(found) - len(layers) :], strict=True))
 
     return look
 

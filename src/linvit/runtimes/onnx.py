@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from linvit.runtimes.target import Job, Target
+from linvit.runtimes.target import ExportJob, Target
 
 WEIGHED = ("Conv", "Gemm", "MatMul")  # products with weights
 LARGEST = 2**31 - 2**24  # bytes that one protobuf file can hold
 
 
-def write(job: Job) -> dict[str, Any]:
+def write(job: ExportJob) -> dict[str, Any]:
     program: Any = torch.onnx.export(job.program, (), dynamo=True, optimize=True, verbose=False, external_data=False)
     known = (job.program.state_dict, job.program.constants)
     weights = (value for values in known for value in values.values() if isinstance(value, torch.Tensor))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from linvit.runtimes import onnx
-from linvit.runtimes.target import Job, Target
+from linvit.runtimes.target import ExportJob, Target
 
 
-def write(job: Job) -> dict[str, Any]:
+def write(job: ExportJob) -> dict[str, Any]:
     import openvino
 
     facts: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def weighs(op: Any) -> bool:
     return op.get_input_size() > 0 and all(weighs(op.input_value(i).get_node()) for i in range(op.get_input_size()))
 
 
-def to_int8(model: Any, job: Job) -> tuple[Any, dict[str, Any]]:
+def to_int8(model: Any, job: ExportJob) -> tuple[Any, dict[str, Any]]:
     import nncf
 
     nncf.set_log_level("ERROR")

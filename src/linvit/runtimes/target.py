@@ -17,7 +17,7 @@ from linvit.errors import LinvitError
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """A program to be written, the precision, and batches of one image each that int8 is calibrated on."""
 
     program: ExportedProgram
@@ -34,7 +34,7 @@ class Target:
     title: str
     suffix: str
     packages: tuple[str, ...]
-    write: Callable[[Job], dict[str, Any]]
+    write: Callable[[ExportJob], dict[str, Any]]
     refused: Mapping[str, str] = field(default_factory=dict)  # precisions, and "dynamic", with the reason
     runs_here: bool = True
     shows_layers: bool = True  # whether what layers give can be read from inside its files

@@ -109,7 +109,8 @@ def layers_inside(path: Path, nodes: dict[str, str]) -> Look:
 
     def look(image: Tensor) -> dict[str, np.ndarray]:
         with Process(path, layers=list(nodes.values())) as process:
-            return dict(zip(nodes, process.run(image.numpy())[-len(nodes) :], strict=True))
+            found = process.run(image.numpy())
+        return dict(zip(nodes, found[len(found) - len(nodes) :], strict=True))
 
     return look
 

@@ -1,1 +1,1 @@
-"""What is compared: a comparison as it is written, its candidates, and the grid of tasks it expands to."""
+"""What is compared: a comparison as it is written, its candidates, and the grid of jobs it expands to."""

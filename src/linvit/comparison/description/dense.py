@@ -17,7 +17,7 @@ import timm
 import torch
 
 from linvit.codec import digest, to_plain
-from linvit.comparison.description.task import DataDescription, describe_data, describe_folder
+from linvit.comparison.description.job import DataDescription, describe_data, describe_folder
 from linvit.comparison.results import Structure
 from linvit.conversion import load
 from linvit.errors import LinvitError, unknown

@@ -1,8 +1,8 @@
 """From what a user asks for (a preset, a file, a result to repeat, or what the store was asked before) to the grid of
-tasks, each with an identity and a key of its own.
+jobs, each with an identity and a key of its own.
 
 Runs train a candidate with a seed, speeds time its structure, teachers are trained before those who learn from them.
-Latency does not depend on the seed and wants the device for itself, hence tasks of its own.
+Latency does not depend on the seed and wants the device for itself, hence jobs of its own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +25,8 @@ from linvit.comparison.description.building import (
     try_candidate,
 )
 from linvit.comparison.description.dense import describe, read_dense
+from linvit.comparison.description.job import DataDescription, Job, describe_teacher
 from linvit.comparison.description.spec import ALL, OWN, Comparison, Part, load
-from linvit.comparison.description.task import DataDescription, Task, describe_teacher
 from linvit.comparison.files import parse_object
 from linvit.comparison.results import SOFTMAX, Candidate, Label, Structure, TrainedTeacher
 from linvit.conversion.convert import own_size
@@ -43,9 +43,9 @@ PLACES = {"data", "root", "teacher", "backbone"}  # what may lie elsewhere on an
 
 @dataclass
 class Request:
-    """The tasks of one command, what `all` left out, and what is known of the data, by digest."""
+    """The jobs of one command, what `all` left out, and what is known of the data, by digest."""
 
-    tasks: list[Task] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     left_out: "list[LeftOut]" = field(default_factory=list)
     data: dict[str | None, DataDescription] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
@@ -59,7 +59,7 @@ def read_request(
     if isinstance(source, str) and source.endswith(".json"):
         return repeat(Path(source), changes)
     request = Request(comparisons=comparisons_of(source, changes, asked))
-    found: dict[str, Task] = {}
+    found: dict[str, Job] = {}
     for comparison in request.comparisons:
         try:
             facts = describe(comparison.data, comparison.root, comparison.head, comparison.task)
@@ -68,10 +68,10 @@ def read_request(
                 raise
             facts = DataDescription(comparison.data, None, classes=1000, train=None, validation=None)
         request.data[facts.digest] = facts
-        tasks, left_out = survey(comparison, facts)
-        found = {**{task.key: task for task in tasks}, **found}
+        jobs, left_out = survey(comparison, facts)
+        found = {**{job.key: job for job in jobs}, **found}
         request.left_out += [row for row in left_out if row not in request.left_out]
-    request.tasks = in_order(found.values())
+    request.jobs = in_order(found.values())
     return request
 
 
@@ -102,33 +102,33 @@ def changed(comparison: Comparison, changes: dict[str, Any]) -> Comparison:
 
 
 def repeat(path: Path, changes: dict[str, Any]) -> Request:
-    """The task of a result file once more; of the rest only the places may differ."""
+    """The job of a result file once more; of the rest only the places may differ."""
     try:
         result = parse_object(path.read_bytes())
     except (OSError, LinvitError) as error:
         raise LinvitError(f"cannot read {path}: {error}") from None
     if beyond := sorted(changes.keys() - PLACES):
         raise LinvitError(f"{path.name} says what is repeated: {', '.join(beyond)} cannot be changed")
-    tasks = from_result(result, changes, str(path))
-    if tasks[-1].kind == "speed":
-        return Request(tasks)
-    wanted, places = tasks[-1].training.data, tasks[-1].places
-    facts = describe(places["data"], places.get("root", ""), tasks[-1].identity.head, tasks[-1].training.task)
+    jobs = from_result(result, changes, str(path))
+    if jobs[-1].kind == "speed":
+        return Request(jobs)
+    wanted, places = jobs[-1].training.data, jobs[-1].places
+    facts = describe(places["data"], places.get("root", ""), jobs[-1].identity.head, jobs[-1].training.task)
     if facts.digest != wanted.digest:
         raise LinvitError(f"{facts.name} is not the set of {path.name}: give --data {wanted.name}, the same one")
-    return Request(tasks, data={facts.digest: facts})
+    return Request(jobs, data={facts.digest: facts})
 
 
-def pick(tasks: Sequence[Task], keys: Sequence[str]) -> list[Task]:
-    """Only the tasks whose keys begin so, and what they need."""
+def pick(jobs: Sequence[Job], keys: Sequence[str]) -> list[Job]:
+    """Only the jobs whose keys begin so, and what they need."""
     if not keys:
-        return list(tasks)
+        return list(jobs)
     for key in keys:
-        if not any(task.key.startswith(key) for task in tasks):
-            raise LinvitError(f"no task has the key {key}: --dry-run --json shows them all")
-    chosen = [task for task in tasks if task.key.startswith(tuple(keys))]
-    needed = {key for task in chosen for key in task.needs}
-    return [task for task in tasks if task in chosen or task.key in needed]
+        if not any(job.key.startswith(key) for job in jobs):
+            raise LinvitError(f"no job has the key {key}: --dry-run --json shows them all")
+    chosen = [job for job in jobs if job.key.startswith(tuple(keys))]
+    needed = {key for job in chosen for key in job.needs}
+    return [job for job in jobs if job in chosen or job.key in needed]
 
 
 @dataclass(frozen=True)
@@ -141,27 +141,27 @@ class LeftOut:
     reason: str
 
 
-def survey(comparison: Comparison, data: DataDescription | None = None) -> tuple[list[Task], list[LeftOut]]:
-    """All tasks: teachers, then runs with a candidate's seeds in a row, then speeds; and what `all` left out. `data` is
+def survey(comparison: Comparison, data: DataDescription | None = None) -> tuple[list[Job], list[LeftOut]]:
+    """All jobs: teachers, then runs with a candidate's seeds in a row, then speeds; and what `all` left out. `data` is
     what `describe_data` says, where it is known already."""
     data = data or describe(comparison.data, comparison.root, comparison.head, comparison.task)
-    found: dict[str, Task] = {}
+    found: dict[str, Job] = {}
     left_out: dict[LeftOut, None] = {}
     for part in comparison.parts():
-        for task in Expansion(part, data, left_out).tasks():
-            found.setdefault(task.key, task)
+        for job in Expansion(part, data, left_out).jobs():
+            found.setdefault(job.key, job)
     if not found:
         raise LinvitError(f"nothing fits {comparison.architecture['model']}: {next(iter(left_out)).reason}")
     return in_order(found.values()), list(left_out)
 
 
-def in_order(tasks: Iterable[Task]) -> list[Task]:
+def in_order(jobs: Iterable[Job]) -> list[Job]:
     """Teachers, runs, speeds; else as they come."""
-    return sorted(tasks, key=lambda task: ("teacher", "run", "speed").index(task.kind))
+    return sorted(jobs, key=lambda job: ("teacher", "run", "speed").index(job.kind))
 
 
 class Expansion:
-    """One part of a comparison on its way to tasks."""
+    """One part of a comparison on its way to jobs."""
 
     def __init__(self, part: Comparison, data: DataDescription, left_out: dict[LeftOut, None]) -> None:
         self.comparison, self.data, self.left_out = part, data, left_out
@@ -217,8 +217,8 @@ class Expansion:
 
     def read_head(self, args: dict[str, Any]) -> dict[str, Any]:
         """The same of a detector or segmenter."""
-        if self.comparison.patch_sizes:
-            raise LinvitError("patch_sizes are of classifiers: give backbone_args = {patch_size = …}")
+        if self.comparison.patch_size:
+            raise LinvitError("patch_size are of classifiers: give backbone_args = {patch_size = …}")
         if self.comparison.teacher:
             self.classes = args["num_classes"]
         architecture, folder = read_dense(args)
@@ -230,12 +230,12 @@ class Expansion:
             self.own_patch = patch_of(build_softmax(softmax))
         return architecture
 
-    def tasks(self) -> Iterator[Task]:
+    def jobs(self) -> Iterator[Job]:
         named: dict[str, Candidate] = {}
         for candidate in (read_candidate(text) for text in self.comparison.plans if text.strip() != ALL):
             named.setdefault(name_of(candidate), candidate)
         everything = any(text.strip() == ALL for text in self.comparison.plans)
-        for patch in self.comparison.patch_sizes or (self.own_patch if self.model_name in OWN else None,):
+        for patch in self.comparison.patch_size or (self.own_patch if self.model_name in OWN else None,):
             for size in self.comparison.size or (self.own_size,):
                 softmax = Structure(
                     architecture=self.architecture, classes=self.classes, candidate=SOFTMAX, patch_size=patch, size=size
@@ -251,7 +251,7 @@ class Expansion:
                         yield self.training("run", self.comparison.mode, structure, replace(self.config, seed=seed))
                     yield from self.speeds(structure)
 
-    def teachers(self, softmax: Structure) -> Iterator[Task]:
+    def teachers(self, softmax: Structure) -> Iterator[Job]:
         """The softmax model that the candidates learn from, where none is given."""
         if self.comparison.mode == "scratch" or self.comparison.teacher:
             return
@@ -262,9 +262,9 @@ class Expansion:
         if config.needs_teacher:
             raise LinvitError(f"teacher_recipe {name} learns from a teacher itself: use {self.comparison.plain_recipe}")
         self.teacher = None
-        task = self.training("teacher", "scratch", softmax, config)
-        self.teacher = TrainedTeacher(task.key, task.training)
-        yield task
+        job = self.training("teacher", "scratch", softmax, config)
+        self.teacher = TrainedTeacher(job.key, job.training)
+        yield job
 
     def others(self, softmax: Structure, wanted: list[Structure]) -> Iterator[Structure]:
         """Every mechanism that fits and is not named."""
@@ -282,8 +282,8 @@ class Expansion:
                 patch = softmax.patch_size or self.own_patch
                 self.left_out[LeftOut(name, patch, softmax.size, reason)] = None
 
-    def training(self, kind: str, mode: str, structure: Structure, config: Config) -> Task:
-        """A task that trains by this recipe, at the grid's image size and no other."""
+    def training(self, kind: str, mode: str, structure: Structure, config: Config) -> Job:
+        """A job that trains by this recipe, at the grid's image size and no other."""
         identity = results.TrainingIdentity(
             **vars(structure),
             kind=kind,
@@ -294,9 +294,9 @@ class Expansion:
             teacher=self.teacher,
             task=self.comparison.task if kind == "run" else "",
         )
-        return Task(identity, label_of(structure, mode, config.seed, self.own_patch), self.places)
+        return Job(identity, label_of(structure, mode, config.seed, self.own_patch), self.places)
 
-    def speeds(self, structure: Structure) -> Iterator[Task]:
+    def speeds(self, structure: Structure) -> Iterator[Job]:
         """The candidate's timing, where there is one."""
         how = dict(vars(self.comparison.measure))
         ladder = how.pop("size")
@@ -304,7 +304,7 @@ class Expansion:
             ladder = (structure.size, 2 * structure.size, 4 * structure.size)
         if ladder:
             identity = results.SpeedIdentity(**vars(structure), ladder=ladder, **how)
-            yield Task(identity, label_of(structure, self.comparison.mode, None, self.own_patch), self.places)
+            yield Job(identity, label_of(structure, self.comparison.mode, None, self.own_patch), self.places)
 
 
 def label_of(structure: Structure, mode: str, seed: int | None, own_patch: int | None = None) -> Label:
@@ -322,8 +322,8 @@ def label_of(structure: Structure, mode: str, seed: int | None, own_patch: int |
     )
 
 
-def from_result(result: Any, places: dict[str, str], source: str = "this") -> list[Task]:
-    """The task that a result file tells of, after its teacher's where that is a run too. The set's place is its name,
+def from_result(result: Any, places: dict[str, str], source: str = "this") -> list[Job]:
+    """The job that a result file tells of, after its teacher's where that is a run too. The set's place is its name,
     unless `places` has another."""
     try:
         speed = result["identity"]["kind"] == "speed"
@@ -334,10 +334,10 @@ def from_result(result: Any, places: dict[str, str], source: str = "this") -> li
         raise LinvitError(f"{source} is no result file of a comparison") from None
     plan_of(identity.candidate)
     if isinstance(identity, results.SpeedIdentity):
-        return [Task(identity, label, {"data": "digits", **places})]
+        return [Job(identity, label, {"data": "digits", **places})]
     places = {"data": identity.data.name, **places}
-    tasks = [Task(identity, label, places)]
+    jobs = [Job(identity, label, places)]
     if isinstance(identity.teacher, TrainedTeacher):
         taught = identity.teacher.identity
-        tasks.insert(0, Task(taught, label_of(taught, "scratch", taught.seed), places))
-    return tasks
+        jobs.insert(0, Job(taught, label_of(taught, "scratch", taught.seed), places))
+    return jobs

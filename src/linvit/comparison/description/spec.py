@@ -34,7 +34,8 @@ OWN: dict[str, dict[str, Any]] = {
     "vit": {"width": 192, "depth": 12, "heads": 3, "mlp_ratio": 4, "class_token": True},
 }
 PRESETS = resources.files(__package__) / "presets"
-EARLIER = {"candidates": "plans", "sizes": "size"}  # what fields were called when older stores were asked
+# What fields were called when older stores were asked.
+EARLIER = {"candidates": "plans", "sizes": "size", "patch_sizes": "patch_size"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Part:
 
     plans: tuple[str, ...] | None = field(default=None, metadata=SPARSE)
     seeds: tuple[int, ...] | None = field(default=None, metadata=SPARSE)
-    patch_sizes: tuple[int, ...] | None = field(default=None, metadata=SPARSE)
+    patch_size: tuple[int, ...] | None = field(default=None, metadata=SPARSE)
     size: tuple[int, ...] | None = field(default=None, metadata=SPARSE)
     settings: tuple[str, ...] = field(default=(), metadata=SPARSE)
 
@@ -80,7 +81,7 @@ class Comparison:
     recipe: str = ""  # empty: deit from scratch, with a head finetune; fast when distilling
     settings: tuple[str, ...] = ()  # field=value, as `linvit train --set`
     seeds: tuple[int, ...] = (0,)
-    patch_sizes: tuple[int, ...] = ()  # empty: the architecture's own
+    patch_size: tuple[int, ...] = ()  # empty: the architecture's own
     size: tuple[int, ...] = ()  # of the images; empty: the architecture's own
     teacher: str = ""  # distil: a folder linvit saved, or a timm model; empty: one is trained first
     teacher_recipe: str = ""  # of the teacher that is trained first; empty: deit, with a head finetune
@@ -105,7 +106,7 @@ class Comparison:
             if not part.plans:
                 raise LinvitError("the comparison names no plans: give plans, mechanisms, or all")
             check_numbers("seeds", part.seeds, least=0)
-            check_numbers("patch_sizes", part.patch_sizes)
+            check_numbers("patch_size", part.patch_size)
             check_numbers("size", part.size)
             if not part.seeds:
                 raise LinvitError("the comparison has no seeds: give at least one, such as 0")

@@ -163,7 +163,7 @@ def pick_all(rows: Sequence[CandidateRow], clock: Ladder, tolerance: float) -> P
 
 
 def pick(timed: Sequence[tuple[SpeedPoint, CandidateRow]], note: str = "") -> Recommendation:
-    """Of candidates timed at one size, by their ratios, which were measured side by side. Times of separate tasks
+    """Of candidates timed at one size, by their ratios, which were measured side by side. Times of separate jobs
     decide only where nobody has a ratio. `note` says why softmax has no time here."""
     first, softmax = timed[0][0], next((found for found in timed if found[1].label.candidate == BASELINE), None)
     speeds = [(timing.ratio, timing, row) for timing, row in timed if timing.ratio and (timing, row) != softmax]

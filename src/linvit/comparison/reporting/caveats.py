@@ -42,9 +42,9 @@ FEATURES = (
 )
 SPEEDS = (
     "Latency is of one image, throughput of a batch; both are medians, with nothing else on the device and softmax of"
-    " the same architecture timed side by side in the same task. Ratios come from there, and all that is ranked, drawn"
+    " the same architecture timed side by side in the same job. Ratios come from there, and all that is ranked, drawn"
     " or said comes from the ratios: a time in a chart is softmax's divided by the ratio. Milliseconds and images/s in"
-    " tables were taken alone, each in its own task. As a CUDA graph a pass is replayed, and what Python takes to start"
+    " tables were taken alone, each in its own job. As a CUDA graph a pass is replayed, and what Python takes to start"
     " it does not count; as plain calls it does.",
     "Exponents are least-squares slopes of log time, or log memory, over log tokens, fitted to the upper half of the"
     " ladder (three points at least). They are of whole models, whose MLPs are linear: below 1 the device is not busy.",
@@ -68,7 +68,7 @@ DISTURBED = (
 )
 ASTRAY = (
     "Times taken alone and ratios taken side by side disagree by more than their spread, because softmax itself took"
-    " another time in its own task; the ratios count, here and above. By device:"
+    " another time in its own job; the ratios count, here and above. By device:"
 )
 UNCOMMITTED = "Some runs were made from a working tree with uncommitted changes (commit ends in +)."
 SMALL = "The validation set is small: one image more or less is visible in the accuracy."
@@ -122,7 +122,7 @@ def caveats(results: Results, settings: Sequence[Setting]) -> list[str]:
         (contrary := astray(settings), contrary),
         (untimed, f"{untimed} timings are missing; the charts and the table say why."),
         (not points, "No speed was measured: latency, memory and exponents are empty."),
-        (failed, f"{failed} task{'s' if failed > 1 else ''} failed, and what would have been measured is missing."),
+        (failed, f"{failed} job{'s' if failed > 1 else ''} failed, and what would have been measured is missing."),
     ]
     return [sentence for called_for, sentence in said if called_for] + results.notes
 

@@ -27,10 +27,10 @@ from linvit.comparison.statistics.estimates import pareto_front
 from linvit.comparison.statistics.rows import CandidateRow, Setting
 from linvit.comparison.statistics.speeds import Ladder
 
-WORDS = ("", "task", "error", "paper", "theirs", "against")  # columns of words, not of numbers
+WORDS = ("", "job", "error", "paper", "theirs", "against")  # columns of words, not of numbers
 ALONE = (
     "× softmax is the throughput, taken side by side with softmax; latency and images per second were taken alone, each"
-    " in its own task, and do not rank candidates."
+    " in its own job, and do not rank candidates."
 )
 COLUMNS = (
     *("kind", "setting", "mode", "data", "candidate", "mechanism", "paper", "patch", "size", "tokens", "seed", "key"),
@@ -60,7 +60,7 @@ def markdown(contents: Contents) -> str:
     blocks.append(table(["made with", ""], made))
     if contents.results.failures:
         failed = ((f.label.candidate, f.key, f.error) for f in contents.results.failures)
-        blocks += ["## What failed", table(["candidate", "task", "error"], failed)]
+        blocks += ["## What failed", table(["candidate", "job", "error"], failed)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 

@@ -1,1 +1,1 @@
-"""Who does what, and where: the store of results, the claims on tasks, one scheduler and the places where tasks run."""
+"""Who does what, and where: the store of results, the claims on jobs, one scheduler and the places where jobs run."""

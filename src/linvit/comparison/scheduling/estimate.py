@@ -13,7 +13,7 @@ import torch
 
 from linvit import clock
 from linvit.comparison.description.building import build_model
-from linvit.comparison.description.task import DataDescription, Task
+from linvit.comparison.description.job import DataDescription, Job
 from linvit.comparison.results import SOFTMAX, ModelFacts, Run, Structure, TrainingIdentity
 from linvit.comparison.scheduling.execution.passes import training_pass
 from linvit.comparison.scheduling.execution.running import facts, fixed_threads, threads
@@ -32,8 +32,8 @@ LEAST = 2  # images of a step: UPerNet's batch norm wants them
 class GridRow:
     """A candidate at one patch and image size, with its runs."""
 
-    tasks: tuple[Task, ...]
-    left: tuple[Task, ...]  # those that are not finished
+    jobs: tuple[Job, ...]
+    left: tuple[Job, ...]  # those that are not finished
     model: ModelFacts
     seconds: float | None = None  # for those, on one device
 
@@ -47,23 +47,23 @@ class Guess:
     how: str
 
 
-def estimate(tasks: Sequence[Task], store: Store | None, data: Sets, device: str) -> Guess:
+def estimate(jobs: Sequence[Job], store: Store | None, data: Sets, device: str) -> Guess:
     """The rows of a grid with the time each will take. `data` says how many images there are."""
-    groups: dict[tuple[str, str, str], list[Task]] = {}
-    for task in tasks:
-        if task.kind != "speed":
-            groups.setdefault((task.kind, task.label.mode, task.candidate_key), []).append(task)
-    counted = {key: count(task.identity) for (_, _, key), (task, *_) in groups.items()}
+    groups: dict[tuple[str, str, str], list[Job]] = {}
+    for job in jobs:
+        if job.kind != "speed":
+            groups.setdefault((job.kind, job.label.mode, job.candidate_key), []).append(job)
+    counted = {key: count(job.identity) for (_, _, key), (job, *_) in groups.items()}
     rows = []
     for (_, _, key), found in groups.items():
-        left = tuple(task for task in found if store is None or not store.finished(task))
+        left = tuple(job for job in found if store is None or not store.finished(job))
         rows.append(GridRow(tuple(found), left, counted[key]))
     unknown = next((facts.name for facts in data.values() if facts.train is None), None)
     if unknown is not None or not rows:
         how = f"how long is not known without the data ({unknown})" if rows else "there is nothing to train"
         return Guess(tuple(rows), None, how)
     speed, how = speed_of(rows, store, data, device)
-    work = [sum(work_of(row.model.macs, task.training, data) for task in row.left) for row in rows]
+    work = [sum(work_of(row.model.macs, job.training, data) for job in row.left) for row in rows]
     timed = tuple(replace(row, seconds=macs / speed) for row, macs in zip(rows, work, strict=True))
     return Guess(timed, sum(work) / speed, how)
 
@@ -94,7 +94,7 @@ def speed_of(rows: Sequence[GridRow], store: Store | None, data: Sets, device: s
     ]
     if speeds:
         return median(speeds), f"from {len(speeds)} finished runs on {chip}"
-    found = calibrate(rows[0].tasks[0].training, device)
+    found = calibrate(rows[0].jobs[0].training, device)
     return found, f"from a few training steps of softmax on {chip}, not compiled; MACs decide the rest"
 
 

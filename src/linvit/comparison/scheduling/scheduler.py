@@ -1,13 +1,13 @@
-"""The one scheduler: it claims tasks, sends them to a place, hears what becomes of them and writes that down.
+"""The one scheduler: it claims jobs, sends them to a place, hears what becomes of them and writes that down.
 
 The store is the queue: several schedulers, on several machines, may work on one at the same time. Runs come first;
 speeds when those that are left are other machines', one at a time on each slot and with nothing beside them. A worker
-goes on with the candidate it did before, whose code is compiled. A task whose worker dies is sent again, three times at
-most. A task that fails by itself is recorded and stops nobody; a full disk stops all, and is nobody's failure. What
+goes on with the candidate it did before, whose code is compiled. A job whose worker dies is sent again, three times at
+most. A job that fails by itself is recorded and stops nobody; a full disk stops all, and is nobody's failure. What
 others work on is waited for, in case they die.
 
-`watch(task, record)` hears what happens. Records have a kind: `start`, then those of the training (`train`, `eval`,
-`note`), and `done`, `failed` with its error, or `lost` when the worker died and the task goes to another.
+`watch(job, record)` hears what happens. Records have a kind: `start`, then those of the training (`train`, `eval`,
+`note`), and `done`, `failed` with its error, or `lost` when the worker died and the job goes to another.
 """
 
 import time
@@ -17,31 +17,31 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.job import Job
 from linvit.comparison.scheduling.places.place import Place, Record, TimingSlot
 from linvit.comparison.scheduling.store import Claim, ClaimLost, Store, hardware_for
 from linvit.errors import LinvitError, Unwritable
 
-Watch = Callable[[Task, Record], None]
-Hardware = Callable[[Task], list[str]]
+Watch = Callable[[Job, Record], None]
+Hardware = Callable[[Job], list[str]]
 POLL = 2.0  # seconds between two looks at what others work on
-TRIES = 3  # of a task whose worker dies
+TRIES = 3  # of a job whose worker dies
 
 
-def run(tasks: Sequence[Task], store: Store, place: Place, *, watch: Watch, retry: bool = False) -> "Summary":
-    """Do the tasks in a place; how they stand in the end."""
-    if not tasks:
+def run(jobs: Sequence[Job], store: Store, place: Place, *, watch: Watch, retry: bool = False) -> "Summary":
+    """Do the jobs in a place; how they stand in the end."""
+    if not jobs:
         return Summary()
     store.clear()
-    with place.opened(store, tasks):
-        board = Board(tasks, store, retry=retry, hardware=place.hardware)
+    with place.opened(store, jobs):
+        board = Board(jobs, store, retry=retry, hardware=place.hardware)
         Scheduler(board, place, watch).run()
         return board.summary()
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How the tasks stand at the end: keys of those finished here, finished before or elsewhere, failed, and missing
+    """How the jobs stand at the end: keys of those finished here, finished before or elsewhere, failed, and missing
     because what they need failed."""
 
     done: tuple[str, ...] = ()
@@ -60,34 +60,34 @@ class Summary:
 
 
 class Board:
-    """The tasks of one command, and how each stands by what the store holds. A task that failed before is left alone
+    """The jobs of one command, and how each stands by what the store holds. A job that failed before is left alone
     unless `retry`. A speed is finished when it is there for each kind of `hardware` that is to time it, of this machine
     unless told."""
 
     def __init__(
-        self, tasks: Iterable[Task], store: Store, *, retry: bool = False, hardware: Hardware | None = None
+        self, jobs: Iterable[Job], store: Store, *, retry: bool = False, hardware: Hardware | None = None
     ) -> None:
-        self.tasks, self.store, self.hardware = list(tasks), store, hardware or (lambda task: [hardware_for(task)])
-        self.by_key = {task.key: task for task in self.tasks}
+        self.jobs, self.store, self.hardware = list(jobs), store, hardware or (lambda job: [hardware_for(job)])
+        self.by_key = {job.key: job for job in self.jobs}
         self.seen: set[tuple[str, str]] = set()
-        self.earlier = {task.key for task in self.tasks if self.finished(task)}
-        self.forgiven = {task.key: len(store.failures(task.key)) if retry else 0 for task in self.tasks}
+        self.earlier = {job.key for job in self.jobs if self.finished(job)}
+        self.forgiven = {job.key: len(store.failures(job.key)) if retry else 0 for job in self.jobs}
 
-    def finished(self, task: Task) -> bool:
-        return all(self.there(task, kind) for kind in (self.hardware(task) if task.kind == "speed" else [""]))
+    def finished(self, job: Job) -> bool:
+        return all(self.there(job, kind) for kind in (self.hardware(job) if job.kind == "speed" else [""]))
 
-    def there(self, task: Task, hardware: str) -> bool:
+    def there(self, job: Job, hardware: str) -> bool:
         """Whether one result file is there, which it then stays."""
-        if (task.key, hardware) not in self.seen and self.store.finished(task, hardware):
-            self.seen.add((task.key, hardware))
-        return (task.key, hardware) in self.seen
+        if (job.key, hardware) not in self.seen and self.store.finished(job, hardware):
+            self.seen.add((job.key, hardware))
+        return (job.key, hardware) in self.seen
 
-    def failed(self, task: Task) -> bool:
-        return not self.finished(task) and len(self.store.failures(task.key)) > self.forgiven[task.key]
+    def failed(self, job: Job) -> bool:
+        return not self.finished(job) and len(self.store.failures(job.key)) > self.forgiven[job.key]
 
-    def blocked(self, task: Task) -> str | None:
-        """Whether a task lacks what it needs: for good ("failed"), or for now ("waiting")."""
-        for key in task.needs:
+    def blocked(self, job: Job) -> str | None:
+        """Whether a job lacks what it needs: for good ("failed"), or for now ("waiting")."""
+        for key in job.needs:
             other = self.by_key.get(key)
             if (other is None and not self.store.trained(key)) or (other is not None and self.failed(other)):
                 return "failed"
@@ -95,14 +95,14 @@ class Board:
                 return "waiting"
         return None
 
-    def open(self) -> list[Task]:
+    def open(self) -> list[Job]:
         """What is left to do, or to wait for."""
-        return [t for t in self.tasks if not self.finished(t) and not self.failed(t) and self.blocked(t) != "failed"]
+        return [t for t in self.jobs if not self.finished(t) and not self.failed(t) and self.blocked(t) != "failed"]
 
     def summary(self) -> Summary:
         groups: dict[str, list[str]] = {"done": [], "earlier": [], "failed": [], "missing": []}
-        for key, task in self.by_key.items():
-            ended = "done" if self.finished(task) else "failed" if self.failed(task) else "missing"
+        for key, job in self.by_key.items():
+            ended = "done" if self.finished(job) else "failed" if self.failed(job) else "missing"
             groups["earlier" if key in self.earlier else ended].append(key)
         return Summary(**{name: tuple(keys) for name, keys in groups.items()})
 
@@ -119,9 +119,9 @@ class Hand:
 
 @dataclass(frozen=True)
 class Flight:
-    """A task that is out, the claim on it, and who does it."""
+    """A job that is out, the claim on it, and who does it."""
 
-    task: Task
+    job: Job
     claim: Claim
     hand: Hand
 
@@ -156,7 +156,7 @@ class Scheduler:
                     self.dismiss(hand)
 
     def listen(self) -> None:
-        """Hear the workers until a task has ended, or it is time to look at the store again."""
+        """Hear the workers until a job has ended, or it is time to look at the store again."""
         if not self.flying:
             time.sleep(POLL)
         until, settled = time.monotonic() + POLL, self.settled
@@ -168,68 +168,68 @@ class Scheduler:
 
     def fill(self) -> bool:
         """Send as much as the place takes; whether anything is left to do or to wait for."""
-        runs = [task for task in self.board.open() if task.kind != "speed" and task.key not in self.ended]
+        runs = [job for job in self.board.open() if job.kind != "speed" and job.key not in self.ended]
         if not any(hand.slot and hand.busy for hand in self.hands):
-            self.fill_with_runs([task for task in runs if task.key not in self.flying])
+            self.fill_with_runs([job for job in runs if job.key not in self.flying])
             self.dismiss_idle(of_runs=True)
         speeds = self.speeds()
-        others = all(self.store.claimed(task) and not self.store.claimed_here(task) for task in runs)
+        others = all(self.store.claimed(job) and not self.store.claimed_here(job) for job in runs)
         if not any(hand.slot is None for hand in self.hands) and others:
             for slot in dict.fromkeys(slot for slot, _ in speeds):
                 hand = next((hand for hand in self.hands if hand.slot == slot), None)
                 if hand is None or not hand.busy:
-                    any(self.send(task, hand, slot) for other, task in speeds if other == slot)
+                    any(self.send(job, hand, slot) for other, job in speeds if other == slot)
         self.dismiss_idle()
         return bool(runs or speeds)
 
-    def fill_with_runs(self, runs: list[Task]) -> None:
+    def fill_with_runs(self, runs: list[Job]) -> None:
         """Give each free hand, also new ones, the run that suits it best: of the candidate it did before, else of one
         that no other hand does. What turns out to be another's is no longer ready."""
-        ready = [task for task in runs if self.board.blocked(task) is None]
+        ready = [job for job in runs if self.board.blocked(job) is None]
         hands: list[Hand | None] = [hand for hand in self.hands if hand.slot is None and not hand.busy]
         hands += [None] * (self.place.capacity() - sum(hand.slot is None for hand in self.hands) if ready else 0)
         for hand in hands:
             others, mine = {other.affinity for other in self.hands}, hand.affinity if hand else ""
-            for task in sorted(ready, key=lambda task: (task.affinity != mine, task.affinity in others)):
-                ready.remove(task)
-                if self.send(task, hand, None):
+            for job in sorted(ready, key=lambda job: (job.affinity != mine, job.affinity in others)):
+                ready.remove(job)
+                if self.send(job, hand, None):
                     break
 
-    def speeds(self) -> list[tuple[TimingSlot, Task]]:
+    def speeds(self) -> list[tuple[TimingSlot, Job]]:
         """What is still to be timed, and where: every candidate once on each kind of hardware."""
-        tasks = [task for task in self.board.tasks if task.kind == "speed" and not self.board.failed(task)]
+        jobs = [job for job in self.board.jobs if job.kind == "speed" and not self.board.failed(job)]
         return [
-            (slot, task)
-            for slot in (self.place.timing_slots() if tasks else ())
-            for task in tasks
-            if not self.board.there(task, slot.hardware(task))
-            and self.store.claim_path(task, slot.hardware(task)).name not in self.ended
+            (slot, job)
+            for slot in (self.place.timing_slots() if jobs else ())
+            for job in jobs
+            if not self.board.there(job, slot.hardware(job))
+            and self.store.claim_path(job, slot.hardware(job)).name not in self.ended
         ]
 
     def dismiss_idle(self, of_runs: bool = False) -> None:
         for hand in [hand for hand in self.hands if not hand.busy and (hand.slot is None or not of_runs)]:
             self.dismiss(hand)
 
-    def send(self, task: Task, hand: Hand | None, slot: TimingSlot | None) -> bool:
-        """Claim a task and send it; False where another has it."""
-        claim = self.store.claim(task, slot.hardware(task) if slot else None)
+    def send(self, job: Job, hand: Hand | None, slot: TimingSlot | None) -> bool:
+        """Claim a job and send it; False where another has it."""
+        claim = self.store.claim(job, slot.hardware(job) if slot else None)
         if claim is None:
             return False
         try:
             if hand is None:
-                hand = Hand(self.place.hire(task, slot), slot)
+                hand = Hand(self.place.hire(job, slot), slot)
                 self.hands.append(hand)
-            hand.busy, hand.affinity = True, task.affinity
-            flight = Flight(task, claim, hand)
+            hand.busy, hand.affinity = True, job.affinity
+            flight = Flight(job, claim, hand)
             self.flying[flight.name] = flight
-            self.place.send(hand.worker, task, flight.name, shared=1 if slot else self.place.shared)
+            self.place.send(hand.worker, job, flight.name, shared=1 if slot else self.place.shared)
         except BaseException:
             claim.release()
             raise
         return True
 
     def hear(self, name: str, record: Record) -> None:
-        """What a worker says of its task: how it goes, or how it ended. That is written down, and only then is the task
+        """What a worker says of its job: how it goes, or how it ended. That is written down, and only then is the job
         let go."""
         flight = self.flying.get(name)
         if flight is None:  # it was given up meanwhile
@@ -237,7 +237,7 @@ class Scheduler:
         flight.claim.check()
         if record["kind"] not in ENDS:
             self.stillborn = 0
-            self.watch(flight.task, record)
+            self.watch(flight.job, record)
             return
         ENDS[record["kind"]](self, flight, record)
         self.settled += 1
@@ -248,17 +248,17 @@ class Scheduler:
             self.dismiss(flight.hand, kill=True)
 
     def keep(self, flight: Flight, record: Record) -> None:
-        self.store.write(flight.task, replace(record["result"], command=flight.task.command))
+        self.store.write(flight.job, replace(record["result"], command=flight.job.command))
         self.ended.add(flight.name)
-        self.watch(flight.task, {"kind": "done"})
+        self.watch(flight.job, {"kind": "done"})
 
     def fail(self, flight: Flight, record: Record) -> None:
-        failure = self.store.add_failure(replace(record["failure"], command=flight.task.command))
+        failure = self.store.add_failure(replace(record["failure"], command=flight.job.command))
         self.ended.add(flight.name)
-        self.watch(flight.task, {"kind": "failed", "error": failure.error})
+        self.watch(flight.job, {"kind": "failed", "error": failure.error})
 
     def lose(self, flight: Flight, record: Record) -> None:
-        """Let a task whose worker died be sent again, unless that happened too often."""
+        """Let a job whose worker died be sent again, unless that happened too often."""
         reason = record["text"]
         if not record["begun"]:
             self.stillborn += 1
@@ -267,17 +267,17 @@ class Scheduler:
             return
         self.losses[flight.name] += 1
         count = self.losses[flight.name]
-        self.watch(flight.task, {"kind": "lost", "text": reason, "attempt": count})
+        self.watch(flight.job, {"kind": "lost", "text": reason, "attempt": count})
         if count >= TRIES:
-            failure = self.store.failure(flight.task, f"its worker was lost {count} times: {reason}")
+            failure = self.store.failure(flight.job, f"its worker was lost {count} times: {reason}")
             self.fail(flight, {"failure": failure})
 
     def stop(self, flight: Flight, record: Record) -> None:
-        """End all work, for a reason that is no task's own."""
+        """End all work, for a reason that is no job's own."""
         raise Unwritable(record["text"])
 
     def drop(self, flight: Flight) -> None:
-        """Give up a task that is out, and its claim: whoever comes next goes on from its checkpoints."""
+        """Give up a job that is out, and its claim: whoever comes next goes on from its checkpoints."""
         del self.flying[flight.name]
         with suppress(Exception):  # the place itself may be gone
             self.dismiss(flight.hand, kill=True)

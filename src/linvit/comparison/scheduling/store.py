@@ -42,8 +42,8 @@ from typing import Any
 import torch
 
 from linvit.codec import digest, to_plain
+from linvit.comparison.description.job import Job
 from linvit.comparison.description.spec import Comparison, renamed
-from linvit.comparison.description.task import Task
 from linvit.comparison.files import parse_object, parse_result, to_text
 from linvit.comparison.results import AnyResult, Environment, Failure, Run, Speed, SpeedIdentity
 from linvit.errors import LinvitError
@@ -68,23 +68,23 @@ class Store:
 
     # What is there.
 
-    def path(self, task: Task, hardware: str | None = None) -> Path:
-        """Where a task's result belongs."""
-        if task.kind == "speed":
-            slug = re.sub(r"[^a-z0-9]+", "-", (hardware or hardware_for(task)).lower()).strip("-")
-            return self.folder / "speeds" / f"{task.key}-{slug}.json"
-        return self.folder / "runs" / f"{task.key}.json"
+    def path(self, job: Job, hardware: str | None = None) -> Path:
+        """Where a job's result belongs."""
+        if job.kind == "speed":
+            slug = re.sub(r"[^a-z0-9]+", "-", (hardware or hardware_for(job)).lower()).strip("-")
+            return self.folder / "speeds" / f"{job.key}-{slug}.json"
+        return self.folder / "runs" / f"{job.key}.json"
 
     def trained(self, key: str) -> bool:
         """Whether the run or teacher of this key is finished."""
         return self.read(self.folder / "runs" / f"{key}.json") is not None
 
-    def finished(self, task: Task, hardware: str | None = None) -> bool:
+    def finished(self, job: Job, hardware: str | None = None) -> bool:
         """Whether the result is there; of speeds that of this machine, or of the hardware named."""
-        return self.read(self.path(task, hardware)) is not None
+        return self.read(self.path(job, hardware)) is not None
 
-    def result(self, task: Task) -> Run | Speed | None:
-        found = self.read(self.path(task))
+    def result(self, job: Job) -> Run | Speed | None:
+        found = self.read(self.path(job))
         return None if isinstance(found, Failure) else found
 
     def results(self) -> Iterator[AnyResult]:
@@ -93,7 +93,7 @@ class Store:
         yield from (found for found in map(self.read, paths) if found is not None)
 
     def failures(self, key: str = "") -> list[Failure]:
-        """What went wrong, with one task or with any, oldest first."""
+        """What went wrong, with one job or with any, oldest first."""
         read = map(self.read, (self.folder / "failures").glob(f"{key}*.json"))
         found = [failure for failure in read if isinstance(failure, Failure)]
         return sorted(found, key=lambda failure: (failure.attempt, failure.environment.time))
@@ -140,46 +140,46 @@ class Store:
         if not isinstance(before, dict) or before.get("comparison") != data:
             write(path, to_text(asked))
 
-    def claim(self, task: Task, hardware: str | None = None) -> "Claim | None":
-        """The right to work on a task; None where somebody alive has it, or it is finished."""
-        held = take(self.claim_path(task, hardware), self.beat, self.stale)
-        if held is not None and self.finished(task, hardware):
+    def claim(self, job: Job, hardware: str | None = None) -> "Claim | None":
+        """The right to work on a job; None where somebody alive has it, or it is finished."""
+        held = take(self.claim_path(job, hardware), self.beat, self.stale)
+        if held is not None and self.finished(job, hardware):
             held.release()
             return None
         return held
 
-    def claimed(self, task: Task) -> bool:
-        """Whether somebody alive works on a task."""
-        path = self.claim_path(task)
+    def claimed(self, job: Job) -> bool:
+        """Whether somebody alive works on a job."""
+        path = self.claim_path(job)
         return path.exists() and not abandoned(path, self.stale)
 
-    def claimed_here(self, task: Task) -> bool:
-        """Whether another process of this machine works on a task."""
-        found = holder(self.claim_path(task))
-        return found.get("host") == host() and found.get("pid") != os.getpid() and self.claimed(task)
+    def claimed_here(self, job: Job) -> bool:
+        """Whether another process of this machine works on a job."""
+        found = holder(self.claim_path(job))
+        return found.get("host") == host() and found.get("pid") != os.getpid() and self.claimed(job)
 
-    def claim_path(self, task: Task, hardware: str | None = None) -> Path:
-        return self.folder / "claims" / self.path(task, hardware).stem
+    def claim_path(self, job: Job, hardware: str | None = None) -> Path:
+        return self.folder / "claims" / self.path(job, hardware).stem
 
-    def write(self, task: Task, result: Run | Speed) -> bool:
+    def write(self, job: Job, result: Run | Speed) -> bool:
         """Add a result and clear the work behind it. False where another was first: its file stays."""
-        if (result.kind, result.key) != (task.kind, task.key):
-            raise ValueError(f"this is the result of {result.kind} {result.key}, not of {task.kind} {task.key}")
-        path = self.path(task, result.environment.hardware)
+        if (result.kind, result.key) != (job.kind, job.key):
+            raise ValueError(f"this is the result of {result.kind} {result.key}, not of {job.kind} {job.key}")
+        path = self.path(job, result.environment.hardware)
         if path.exists() and self.read(path) is None:
             set_aside(path)
         written = create(path, to_text(result))
-        shutil.rmtree(self.work_folder(task.key), ignore_errors=True)
+        shutil.rmtree(self.work_folder(job.key), ignore_errors=True)
         return written
 
-    def failure(self, task: Task, error: BaseException | str) -> Failure:
-        """The record of what went wrong with a task on this machine, to be added by `add_failure`."""
+    def failure(self, job: Job, error: BaseException | str) -> Failure:
+        """The record of what went wrong with a job on this machine, to be added by `add_failure`."""
         where = Environment(**environment("cuda" if torch.cuda.is_available() else "cpu"))
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = "" if isinstance(error, LinvitError | str) else f"{type(error).__name__}: "
         trace = "".join(traceback.format_exception(error)) if isinstance(error, BaseException) else ""
         said, trace = self.portable(kind + lines[0]), self.portable(trace)
-        return Failure(**head_of(task, "failure"), error=said, traceback=trace, environment=where)
+        return Failure(**head_of(job, "failure"), error=said, traceback=trace, environment=where)
 
     def add_failure(self, failure: Failure) -> Failure:
         failure = replace(failure, attempt=len(self.failures(failure.key)) + 1)
@@ -204,10 +204,10 @@ class Store:
         return self.folder / "work" / key
 
 
-def head_of(task: Task, kind: str) -> dict[str, Any]:
-    """What every result of a task begins with."""
+def head_of(job: Job, kind: str) -> dict[str, Any]:
+    """What every result of a job begins with."""
     names = ("key", "candidate_key", "label", "identity", "command")
-    return {"kind": kind, **{name: getattr(task, name) for name in names}}
+    return {"kind": kind, **{name: getattr(job, name) for name in names}}
 
 
 def set_aside(path: Path) -> None:
@@ -215,15 +215,15 @@ def set_aside(path: Path) -> None:
     os.replace(path, path.with_name(f"{path.name}.damaged-{os.getpid()}"))
 
 
-def devices_of(task: Task) -> tuple[str, ...]:
-    """The devices that a speed task is about, present or not."""
-    named = task.identity.devices if isinstance(task.identity, SpeedIdentity) else ()
+def devices_of(job: Job) -> tuple[str, ...]:
+    """The devices that a speed job is about, present or not."""
+    named = job.identity.devices if isinstance(job.identity, SpeedIdentity) else ()
     return named or ("cpu", "cuda")
 
 
-def hardware_for(task: Task) -> str:
-    """The name of the hardware that a speed task is about on this machine: the GPU, where one takes part."""
-    return hardware("cuda" if "cuda" in devices_of(task) and torch.cuda.is_available() else "cpu")
+def hardware_for(job: Job) -> str:
+    """The name of the hardware that a speed job is about on this machine: the GPU, where one takes part."""
+    return hardware("cuda" if "cuda" in devices_of(job) and torch.cuda.is_available() else "cpu")
 
 
 class ClaimLost(Exception):

@@ -43,7 +43,7 @@ DIGESTS = "digests.json"  # of all files in an archive, its last one
 BROKEN = (tarfile.TarError, EOFError, OSError, lzma.LZMAError)
 
 
-class Archive:
+class PackedStore:
     """A packed store that is read where it is. Nothing is unpacked, and only so much is read."""
 
     def __init__(self, path: Path) -> None:
@@ -84,12 +84,12 @@ def room(path: Path) -> int:
     return MOST + SWELLING * path.stat().st_size
 
 
-def open_store(path: str | Path) -> Store | Archive:
+def open_store(path: str | Path) -> Store | PackedStore:
     """A store to read from: its folder, or an archive of it."""
     path = Path(path)
     if not path.exists():
         raise LinvitError(f"no store {path}: give the folder that `linvit compare -o` wrote, or an archive of it")
-    return Store(path) if path.is_dir() else Archive(path)
+    return Store(path) if path.is_dir() else PackedStore(path)
 
 
 def store_name(path: Path) -> str:

@@ -11,7 +11,7 @@ from linvit.errors import LinvitError
 
 @dataclass
 class Results:
-    """All that was found; of failures the last one of each task that is not finished."""
+    """All that was found; of failures the last one of each job that is not finished."""
 
     runs: list[Run] = field(default_factory=list)
     teachers: dict[str, Run] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from linvit.codec import digest, to_plain
-from linvit.comparison.description.task import counted_config
+from linvit.comparison.description.job import counted_config
 from linvit.comparison.results import (
     ConversionResult,
     Drift,

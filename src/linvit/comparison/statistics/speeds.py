@@ -1,6 +1,6 @@
 """Speeds of one candidate as ladders over tokens, on softmax's scale.
 
-A ratio was taken by turns with softmax in one task; times of two tasks were not, and a clock or a neighbour may have
+A ratio was taken by turns with softmax in one job; times of two jobs were not, and a clock or a neighbour may have
 changed between them. So times are compared on softmax's scale only: softmax's own time divided by the ratio.
 """
 
@@ -23,7 +23,7 @@ class Ladder:
     many: bool  # the batch of throughput, not one image
     points: tuple[SpeedPoint, ...]  # by tokens
     times: tuple[float | None, ...]  # ms an image on softmax's scale; where that has no time, as it was measured alone
-    astray: dict[int, float]  # size: softmax's time in its own task over that in this one, where they disagree
+    astray: dict[int, float]  # size: softmax's time in its own job over that in this one, where they disagree
     time: Fit | None
     memory: Fit | None
 
@@ -74,8 +74,8 @@ def on_scale(point: SpeedPoint, softmax: SpeedPoint | None) -> float | None:
 
 
 def disagreement(point: SpeedPoint, softmax: SpeedPoint | None) -> float | None:
-    """Softmax's time in its own task over that in this one, which the ratio tells, where they lie further apart than
-    their spread. Of softmax in this task only the median is kept: its spread is taken to be the candidate's."""
+    """Softmax's time in its own job over that in this one, which the ratio tells, where they lie further apart than
+    their spread. Of softmax in this job only the median is kept: its spread is taken to be the candidate's."""
     own, base = point.milliseconds, softmax.milliseconds if softmax else None
     if own is None or base is None or softmax is None or not point.ratio or not own.median:
         return None

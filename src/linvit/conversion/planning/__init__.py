@@ -4,10 +4,10 @@
 """
 
 from linvit.conversion.planning.costs import LayerCost, layer_costs
-from linvit.conversion.planning.front import CANDIDATES, FrontPlan, LayerOption, LayerOptions, Study, study
+from linvit.conversion.planning.front import CANDIDATES, FrontPlan, LayerOption, LayerOptions, Study, study, the_choice
 from linvit.conversion.planning.timing import LayerTime, Setting
 
 __all__ = [
     "CANDIDATES", "FrontPlan", "LayerCost", "LayerOption", "LayerOptions", "LayerTime", "Setting", "Study",
-    "layer_costs", "study",
+    "layer_costs", "study", "the_choice",
 ]  # fmt: skip

@@ -5,19 +5,17 @@ the size of its call; the original module keeps that to itself.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from linvit.attention import Mechanism, Size
-from linvit.conversion.convert import current_mechanism, find_hosts, find_steps, install
+from linvit.conversion.convert import asks_of, current_mechanism, find_hosts, find_steps, install
 from linvit.conversion.dry_run import dry_run
+from linvit.conversion.hosts import host_of
 from linvit.conversion.plan import Choice, Plan, Rule
-from linvit.errors import LinvitError
+from linvit.conversion.refusing import told
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,14 @@ def layer_costs(model: nn.Module, size: tuple[int, int]) -> list[LayerCost]:
     sizes: dict[str, list[tuple[Size, int]]] = {}
     for name, module in find_hosts(twin):
         mechanism = getattr(module, "mechanism", None)
+        mixing = any(ask.feature == "talking_heads" for ask in asks_of(twin, module))
+        if mixing:  # between its products, where it does not ask the mechanism
+            host_of(module).give_up(module, "talking_heads")
 
-        def see(mechanism: Mechanism, args: Any, named: Any, name: str = name) -> None:
+        def see(mechanism: Mechanism, args: Any, named: Any, name: str = name, mixing: bool = mixing) -> None:
             call = Size.of(*args, **named)
-            sizes.setdefault(name, []).append((call, mechanism.macs(call)))
+            mixed = 2 * call.batch * call.heads**2 * call.queries * call.keys if mixing else 0
+            sizes.setdefault(name, []).append((call, mechanism.macs(call) + mixed))
 
         if isinstance(mechanism, Mechanism):
             mechanism.register_forward_pre_hook(see, with_kwargs=True)
@@ -73,20 +75,6 @@ def layer_costs(model: nn.Module, size: tuple[int, int]) -> list[LayerCost]:
         size_of = calls[0][0] if calls else None
         found.append(LayerCost(index, name, current_mechanism(module), size_of, sum(macs for _, macs in calls)))
     return found
-
-
-@contextmanager
-def told(size: tuple[int, int]) -> Iterator[None]:
-    """A size that a model cannot take is one line."""
-    try:
-        yield
-    except LinvitError:
-        raise
-    except (AssertionError, RuntimeError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LinvitError(f"the model cannot take images of {size[0]}×{size[1]}: {reason}") from error
 
 
 def with_choices(name: str, choices: list[Choice | None], drop: tuple[str, ...] = ()) -> Plan:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linvit.conversion.convert import find_hosts, find_steps, install, names_to_drop
+from linvit.conversion.convert import find_hosts, find_steps, install, names_to_drop, refuse_idle
 from linvit.conversion.plan import Choice, Plan, parse_plan
 from linvit.conversion.planning.costs import LayerCost, layer_costs, with_choices
 from linvit.conversion.planning.timing import Setting, time_layers, time_models
@@ -23,6 +23,7 @@ from linvit.errors import LinvitError, NotHonoured
 
 CANDIDATES = ("stella", "relu_linear", "linear_window", "relu_quadratic")
 MARGIN = 0.97  # a layer counts as faster when it takes less than this share of its original's time: clocks waver
+TIE = 0.99  # whole models nearer than that are equally fast, and the one with less converted is taken
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,14 @@ class Study:
             if layer.large and layer.best is None:
                 refused = [option.refused for option in layer.options if option.refused]
                 fast = max((option.ratio for option in layer.options if not option.refused), default=0.0)
-                why = f"no candidate is faster (best {fast:.2f}×)" if fast else refused[0]
+                faster = "clearly faster" if fast > 1 else "faster"
+                why = f"no candidate is {faster} (best {fast:.2f}×)" if fast else refused[0]
                 reasons.setdefault(why, []).append(layer.cost.index)
         return [f"layers {', '.join(map(str, layers))}: {why}" for why, layers in reasons.items()]
 
     def choose(self, *, speedup: float | None = None, budget_ms: float | None = None) -> FrontPlan:
-        """The plan of least distance that is fast enough; the fastest one where nothing is asked for."""
+        """The plan of least distance that is fast enough. Where nothing is asked for the fastest, or of those that are
+        as good as it the one that converts least."""
         wanted, found = "", [p for p in self.front if p.speedup is not None]
         if speedup is not None:
             wanted, found = f"{speedup:g}× faster", [p for p in found if (p.speedup or 0) >= speedup]
@@ -116,7 +119,16 @@ class Study:
             )
         if wanted:
             return min(found, key=lambda p: (p.turn if p.turn is not None else p.converted, p.converted))
-        return max(found, key=lambda p: p.speedup or 1.0)
+        best = max(p.speedup or 1.0 for p in found)
+        return next(p for p in found if (p.speedup or 1.0) >= TIE * best)
+
+
+def the_choice(text: str) -> Choice:
+    """The one mechanism that a candidate is."""
+    plan = parse_plan(text)
+    if plan.default is None or any(not rule.optional for rule in plan.rules):
+        raise LinvitError(f"{text} gives different layers different mechanisms: name those as candidates instead")
+    return plan.default
 
 
 @dataclass(frozen=True)
@@ -130,27 +142,23 @@ class Candidate:
 
     @classmethod
     def of(cls, text: str, model: nn.Module, dropped: tuple[str, ...], size: tuple[int, int]) -> "Candidate":
-        plan = parse_plan(text)
-        if plan.default is None or any(not rule.optional for rule in plan.rules):
-            raise LinvitError(f"{text} gives different layers different mechanisms: name those as candidates instead")
-        hosts, refused = find_hosts(model), {}
+        choice, hosts, refused = the_choice(text), find_hosts(model), {}
         for index, (name, _) in enumerate(hosts):
-            alone = with_choices(text, [plan.default if i == index else None for i in range(len(hosts))])
+            alone = with_choices(text, [choice if i == index else None for i in range(len(hosts))])
             try:
                 steps, kept = find_steps(model, alone, dropped, size=size)
             except NotHonoured as lacking:
-                refused[name] = (
-                    f"{lacking.reason.partition(' from ')[0]} ({', '.join(lacking.features)} may be dropped)"
-                )
+                together = ",".join((*dropped, *lacking.features))
+                refused[name] = f"{lacking.reason.partition(' from ')[0]}; --drop {together} gives up what it cannot"
             except LinvitError as error:
                 refused[name] = str(error)
             else:
                 if not steps:
                     refused[name] = f"left as it is: {kept[name]}"
         converted = copy.deepcopy(model)
-        wanted = [None if name in refused else plan.default for name, _ in hosts]
+        wanted = [None if name in refused else choice for name, _ in hosts]
         install(converted, find_steps(converted, with_choices(text, wanted), dropped, size=size)[0])
-        return cls(text, plan.default, converted, refused)
+        return cls(text, choice, converted, refused)
 
     def turns(self, original: nn.Module, pictures: list[Tensor], teacher: list[Tensor]) -> dict[str, float]:
         """How far the outputs turn when only one layer is converted, for each."""
@@ -192,6 +200,7 @@ def study(
         raise LinvitError(f"{type(model).__name__} has no attention that linvit can swap")
     if keep > len(costs):
         raise LinvitError(f"cannot keep {keep} layers: the model has {len(costs)}")
+    refuse_idle(model, Plan("auto", None), dropped, [], by_times=True)
     pictures = list(first_images(loader, images, next(model.parameters()).device)) if loader is not None else []
     teacher = [outputs(model, batch) for batch in pictures]
     options: list[list[LayerOption]] = [[] for _ in costs]
@@ -281,7 +290,8 @@ def check(
             continue
         student = copy.deepcopy(model)
         install(student, find_steps(student, one.plan, one.plan.drop, size=found.setting.size)[0])
-        before, after = time_models(model, student, found.setting)
+        saved = sum(layer.ms for layer in found.layers) - one.predicted_ms
+        before, after = time_models(model, student, found.setting, saved)
         times.append(before)
         turned = turn(teacher, [outputs(student, batch) for batch in pictures]) if pictures else None
         done.append(replace(one, speedup=before / after, turn=turned))

@@ -13,7 +13,8 @@ from linvit.conversion.convert import no_hosts
 from linvit.conversion.dry_run import image_part
 from linvit.conversion.host import Host
 from linvit.conversion.hosts.pooled import HieraHost
-from linvit.conversion.planning.costs import host_every_layer, told
+from linvit.conversion.planning.costs import host_every_layer
+from linvit.conversion.refusing import told
 from linvit.errors import LinvitError, unknown
 from linvit.figures.attention.layer import SeenLayer
 from linvit.figures.attention.placing import (

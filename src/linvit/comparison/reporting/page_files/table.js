@@ -20,8 +20,8 @@ const COLUMNS = [
   { id: "macs", head: macsHead, of: (row) => row.macs, write: (x) => short(x, true) },
   { id: "ratio", head: "× softmax\na batch", timing: batch, value: (t) => t.ratio, hint: "Throughput, timed side by side" },
   { id: "ratio_one", head: "× softmax\none image", timing: one, value: (t) => t.ratio, hint: "Speed of one image, timed side by side" },
-  { id: "latency", head: "Latency, ms\nalone", timing: one, value: (t) => t.median, alone: true, hint: "One image, median, timed in its own task" },
-  { id: "ips", head: "Images/s\nalone", timing: batch, value: (t) => t.images_per_second, write: whole, alone: true, hint: "A batch, timed in its own task" },
+  { id: "latency", head: "Latency, ms\nalone", timing: one, value: (t) => t.median, alone: true, hint: "One image, median, timed in its own job" },
+  { id: "ips", head: "Images/s\nalone", timing: batch, value: (t) => t.images_per_second, write: whole, alone: true, hint: "A batch, timed in its own job" },
   { id: "memory", head: "Memory\nMiB", timing: batch, value: (t) => mebibytes(t.peak_bytes), hint: "Peak, a batch" },
   { id: "exponent", head: "Exponent", of: (row) => exponentOf(row)?.exponent, write: (x) => percent(x, 2) },
   { id: "train", head: "Training\nimages/s", of: (row) => row.training.images_per_second, cell: trainCell },
@@ -54,7 +54,7 @@ const TWO_SEEDS =
   "± of two seeds is 12.7 standard errors (Student's t with one degree of freedom), so it is wide even where they agree." +
   " Δ is paired seed by seed and, where that is known, image by image, so it can be clear where ± is not.";
 const even = (x) => three(x, true);
-const ASTRAY = "softmax took another time in its own task: the ratio counts";
+const ASTRAY = "softmax took another time in its own job: the ratio counts";
 function timedCell(timing, { value, write = even, alone }) {
   if (!timing) return "–";
   if (known(timing.median)) return [write(value(timing)), alone && timing.astray ? muted(" †", ASTRAY) : null];
@@ -147,7 +147,7 @@ function aboutTable(rows, columns) {
   const text = [`${plural(rows.length, "row")}.`];
   if (columns.some(({ timing }) => timing)) {
     text.push(`Speeds: ${D.chips[state.chip]}, ${state.size} px. × softmax was timed side by side and ranks candidates;`);
-    text.push("what is called alone was timed in each one's own task.");
+    text.push("what is called alone was timed in each one's own job.");
   }
   const astray = rows.filter((row) => [one(row), batch(row)].some((timing) => timing?.astray)).map(({ name }) => name);
   if (astray.length)

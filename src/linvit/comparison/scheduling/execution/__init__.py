@@ -1,1 +1,1 @@
-"""One task carried out: a model trained, or timed."""
+"""One job carried out: a model trained, or timed."""

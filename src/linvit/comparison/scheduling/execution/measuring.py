@@ -98,7 +98,7 @@ class Contender:
 def measure_speed(
     identity: SpeedIdentity, *, watch: Callable[[dict[str, Any]], None] | None = None, budget: float | None = None
 ) -> tuple[Environment, tuple[SpeedPoint, ...]]:
-    """Where a speed task was timed, and its rows; `watch` hears each row."""
+    """Where a speed job was timed, and its rows; `watch` hears each row."""
     devices = devices_for(identity)
     rows = []
     for device in devices:

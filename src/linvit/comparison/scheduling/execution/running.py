@@ -1,4 +1,4 @@
-"""One task carried out, from its identity to its result.
+"""One job carried out, from its identity to its result.
 
 The result depends on the identity alone: not on the place, on what ran before in this process, or on whether the run
 was killed in between. Only timings and memory differ.
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from linvit.comparison import results
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.job import Job
 from linvit.comparison.results import Environment, ModelFacts, Run, Speed, SpeedIdentity
 from linvit.comparison.scheduling.execution.judging import judge
 from linvit.comparison.scheduling.execution.machine import training_on
@@ -46,30 +46,30 @@ Watch = Callable[[dict[str, Any]], None]
 
 
 def execute(
-    task: Task, store: Store, *, device: str = "auto", shared: int = 1, watch: Watch | None = None
+    job: Job, store: Store, *, device: str = "auto", shared: int = 1, watch: Watch | None = None
 ) -> Run | Speed:
-    """Do a task and give its result. A training that was killed goes on from the store's work folder. `shared` is how
+    """Do a job and give its result. A training that was killed goes on from the store's work folder. `shared` is how
     many runs have the device now; `watch` hears the training's log."""
     began = time.perf_counter()
     found: Run | Speed
-    if isinstance(task.identity, SpeedIdentity):
+    if isinstance(job.identity, SpeedIdentity):
         SHARED.clear()  # the device is for what is timed
-        where, rows = measure_speed(task.identity, watch=watch)
-        found = Speed(**head_of(task, "speed"), environment=where, rows=rows, seconds=0.0)
+        where, rows = measure_speed(job.identity, watch=watch)
+        found = Speed(**head_of(job, "speed"), environment=where, rows=rows, seconds=0.0)
     else:
-        found = train(task, store, device, shared, watch)
+        found = train(job, store, device, shared, watch)
     return replace(found, seconds=round(time.perf_counter() - began, 3))
 
 
-def train(task: Task, store: Store, device: str, shared: int, watch: Watch | None) -> Run:
+def train(job: Job, store: Store, device: str, shared: int, watch: Watch | None) -> Run:
     """A run or a teacher."""
-    config = Config.from_dict(task.training.config)
+    config = Config.from_dict(job.training.config)
     SHARED.sharing = shared
     processes = make_processes(config, device)
     memory = Memory(processes.device, watch)
     try:
         with training_on(processes.device):
-            found = prepared(task, store, config, processes, memory)
+            found = prepared(job, store, config, processes, memory)
     except BaseException:
         SHARED.forget()
         raise
@@ -78,27 +78,27 @@ def train(task: Task, store: Store, device: str, shared: int, watch: Watch | Non
     return replace(found, training=replace(found.training, peak_bytes=memory.peak, shared=shared))
 
 
-def prepared(task: Task, store: Store, config: Config, processes: Processes, memory: "Memory") -> Run:
+def prepared(job: Job, store: Store, config: Config, processes: Processes, memory: "Memory") -> Run:
     """The run, on a bench that is made or found."""
     with fixed_threads(processes.device, threads()):
-        bench = SHARED.prepare(task, store, config, processes.device)
-        bench.facts = bench.facts or facts(bench.model, task.identity.size)
+        bench = SHARED.prepare(job, store, config, processes.device)
+        bench.facts = bench.facts or facts(bench.model, job.identity.size)
     with fixed_threads(processes.device, threads(bench.facts.macs * config.batch_size)):
-        return train_on(bench, task, store, config, processes, memory)
+        return train_on(bench, job, store, config, processes, memory)
 
 
-def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: Processes, memory: "Memory") -> Run:
-    sets = SHARED.data(task)
-    work = store.work_folder(task.key)
+def train_on(bench: Bench, job: Job, store: Store, config: Config, processes: Processes, memory: "Memory") -> Run:
+    sets = SHARED.data(job)
+    work = store.work_folder(job.key)
     kind: Any = ClassifierFitting if isinstance(sets, Sets) else DenseFitting
-    kind = FeatureFitting if task.training.task == "features" else kind
+    kind = FeatureFitting if job.training.task == "features" else kind
     fitting: ClassifierFitting | DenseFitting | FeatureFitting = kind(
         bench.model,
         sets,
         config,
         teacher=bench.guide,
         processes=processes,
-        output=Output(work, memory.hear, {"task": task.key}, models=False),
+        output=Output(work, memory.hear, {"task": job.key}, models=False),
         phases=bench.phases,
     )
     bench.phases = fitting.phases
@@ -109,14 +109,14 @@ def train_on(bench: Bench, task: Task, store: Store, config: Config, processes: 
         judged = judge(fitting, bench, evaluations)
     finally:
         fitting.close_sources()
-    if task.kind == "teacher":
-        save(fitting.shown, store.teacher_folder(task.key))
+    if job.kind == "teacher":
+        save(fitting.shown, store.teacher_folder(job.key))
     assert bench.facts is not None
     seconds, device = evaluations[-1]["seconds"], processes.device
     packages = {name: found for name in PACKAGES if (found := package(name)) is not None}
-    data = task.training.data
+    data = job.training.data
     return Run(
-        **head_of(task, task.kind),
+        **head_of(job, job.kind),
         environment=Environment(**environment(device), packages=packages),
         data=results.DataFacts(data.name, data.digest, len(sets.train), judged.images),
         model=bench.facts,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from linvit.codec import digest
 from linvit.comparison.description.building import build_model, patch_of, resize, student_of
 from linvit.comparison.description.dense import describe, load_trunk, open_dense_sets
-from linvit.comparison.description.task import Task, describe_teacher
+from linvit.comparison.description.job import Job, describe_teacher
 from linvit.comparison.results import ModelFacts, TrainedTeacher
 from linvit.comparison.scheduling.store import Store
 from linvit.errors import LinvitError
@@ -61,12 +61,12 @@ class Shared:
         self.bench: Bench | None = None
         self.sharing = 1  # runs that have the device now
 
-    def data(self, task: Task) -> Sets | DenseSets:
-        """The task's training and validation set, from where this machine has it, if it is the same set."""
-        name, root, head = task.places["data"], task.places.get("root", ""), task.identity.head
-        wanted, of_features = task.training.data.digest, task.training.task == "features"
+    def data(self, job: Job) -> Sets | DenseSets:
+        """The job's training and validation set, from where this machine has it, if it is the same set."""
+        name, root, head = job.places["data"], job.places.get("root", ""), job.identity.head
+        wanted, of_features = job.training.data.digest, job.training.task == "features"
         if (name, root, wanted) not in self.sets:
-            check_digest(name, "set", describe(name, root, head, task.training.task).digest, wanted)
+            check_digest(name, "set", describe(name, root, head, job.training.task).digest, wanted)
             self.sets[name, root, wanted] = (
                 open_dense_sets(name, root, head)
                 if head
@@ -79,18 +79,18 @@ class Shared:
         """Processes that read images for a detector or segmenter: over all runs no more than there are cores."""
         return max(1, min(WORKERS, (os.cpu_count() or 1) // self.sharing)) if torch.cuda.is_available() else 0
 
-    def trunk(self, task: Task) -> nn.Module | None:
+    def trunk(self, job: Job) -> nn.Module | None:
         """The classifier whose weights a detector's or segmenter's trunk starts from, where there is one."""
-        wanted, folder = task.identity.architecture.get("trunk"), task.places.get("backbone", "")
-        if not task.identity.head or wanted is None:
+        wanted, folder = job.identity.architecture.get("trunk"), job.places.get("backbone", "")
+        if not job.identity.head or wanted is None:
             return None
         if (folder, wanted) not in self.trunks:
             self.trunks = {(folder, wanted): load_trunk(folder, wanted)}
         return self.trunks[folder, wanted]
 
-    def teacher(self, task: Task, store: Store, device: torch.device) -> nn.Module:
-        """The softmax model that a task's candidate is made from and learns from."""
-        wanted = task.training.teacher
+    def teacher(self, job: Job, store: Store, device: torch.device) -> nn.Module:
+        """The softmax model that a job's candidate is made from and learns from."""
+        wanted = job.training.teacher
         assert wanted is not None
         if isinstance(wanted, TrainedTeacher):
             source, mark = str(store.teacher_folder(wanted.key)), wanted.key
@@ -100,26 +100,26 @@ class Shared:
                     f"runs/{mark}.json to train it again"
                 )
         else:
-            source, mark = task.places.get("teacher", wanted.name), str(wanted.digest)
+            source, mark = job.places.get("teacher", wanted.name), str(wanted.digest)
         if (source, mark) not in self.teachers:
             if not isinstance(wanted, TrainedTeacher):
                 check_digest(source, "teacher", describe_teacher(source)[0].digest, wanted.digest)
             self.teachers = {(source, mark): open_teacher(source).to(device).eval()}
         return self.teachers[source, mark].to(device)
 
-    def prepare(self, task: Task, store: Store, config: Config, device: torch.device) -> Bench:
-        """The bench of a task, with the weights its run starts from."""
-        key = digest([task.affinity, str(device)])
+    def prepare(self, job: Job, store: Store, config: Config, device: torch.device) -> Bench:
+        """The bench of a job, with the weights its run starts from."""
+        key = digest([job.affinity, str(device)])
         while len(self.held) > HELD:
             del self.held[next(iter(self.held))]
         if self.bench is not None and self.bench.key != key:
             self.forget()
-        identity = task.training
+        identity = job.training
         if identity.mode == "scratch":
             if identity.candidate.measured:
                 raise LinvitError("layers=measured asks a trained model: use mode distil, or where=first in its place")
-            return self.take(key, build_model(identity, seed=identity.seed, trunk=self.trunk(task)))
-        teacher = self.teacher(task, store, device)
+            return self.take(key, build_model(identity, seed=identity.seed, trunk=self.trunk(job)))
+        teacher = self.teacher(job, store, device)
         aligned = any(stage.objective != "supervised" for stage in config.plan_of_stages())
         patch = patch_of(teacher)
         if aligned and identity.patch_size not in (None, patch):  # they would not see the same tokens
@@ -130,7 +130,7 @@ class Shared:
         if identity.candidate.measured and known is None:
             if identity.head:
                 raise LinvitError("layers=measured asks a classifier: name the layers to keep, or where=first")
-            images = calibration(self.data(task).train, Preprocessing.of(teacher, identity.size, config.test_crop))
+            images = calibration(self.data(job).train, Preprocessing.of(teacher, identity.size, config.test_crop))
         student, report = student_of(teacher, identity, seed=identity.seed, calibrate=images, keep=known)
         new = self.bench is None
         bench = self.take(key, student)

@@ -1,1 +1,1 @@
-"""Where tasks run: in this process, on the GPUs of this machine, on a Ray cluster, or in processes started together."""
+"""Where jobs run: in this process, on the GPUs of this machine, on a Ray cluster, or in processes started together."""

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.job import Job
 from linvit.comparison.scheduling.places.gpus import Gpus
 from linvit.comparison.scheduling.places.place import Execute, Here, Place, Record, Send
 from linvit.comparison.scheduling.scheduler import Board, Scheduler, Summary, Watch, run
@@ -18,7 +18,7 @@ ENGINES = ("auto", "local", "gpus", "ray")
 
 
 def choose(name: str, *, per_gpu: int = 1, address: str = "", cpus: int | None = None) -> Callable[..., Summary]:
-    """What does tasks in a store: `(tasks, store, *, watch, retry)`. Auto is ray where an address is given, workers for
+    """What does jobs in a store: `(jobs, store, *, watch, retry)`. Auto is ray where an address is given, workers for
     several GPUs or runs at a time, else this process; also where `torchrun` started several, which then do
     each run together."""
     if name not in ENGINES:
@@ -58,16 +58,16 @@ class Together(Here):
         self.device = self.processes.device.type
         self.tell = self.processes.broadcast_object  # what the first process says, in every process
 
-    def do(self, task: Task, shared: int, watch: Send) -> Record:
-        self.tell(task.key)
-        ended = super().do(task, shared, watch)
+    def do(self, job: Job, shared: int, watch: Send) -> Record:
+        self.tell(job.key)
+        ended = super().do(job, shared, watch)
         if "result" in ended:
             self.processes.wait()  # nobody needs the work folder any more
         return ended
 
-    def check(self, task: Task, ended: Record) -> None:
+    def check(self, job: Job, ended: Record) -> None:
         if "failure" in ended:
-            raise LinvitError(f"{task.label.candidate} failed, and with it all processes: {ended['failure'].error}")
+            raise LinvitError(f"{job.label.candidate} failed, and with it all processes: {ended['failure'].error}")
 
     def follow(self, board: Board) -> None:
         """Do what the first process says, for as long as it says something."""
@@ -77,12 +77,12 @@ class Together(Here):
 
 
 def run_together(
-    tasks: Sequence[Task], store: Store, *, watch: Watch, retry: bool = False, execute: Execute | None = None
+    jobs: Sequence[Job], store: Store, *, watch: Watch, retry: bool = False, execute: Execute | None = None
 ) -> Summary:
     """Do the runs one after another, all processes at each."""
     place = Together(execute)
-    board = Board([task for task in tasks if task.kind != "speed"], store, retry=retry)
-    with place.opened(store, board.tasks):
+    board = Board([job for job in jobs if job.kind != "speed"], store, retry=retry)
+    with place.opened(store, board.jobs):
         if place.processes.first:
             Scheduler(board, place, watch).run()
             place.tell(None)

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.job import Job
 from linvit.comparison.scheduling.places.place import Execute, Hear, Place, TimingSlot, attempt
 from linvit.comparison.scheduling.store import Store
 
@@ -41,7 +41,7 @@ class Gpus(Place):
         self.workers: list[WorkerProcess] = []
 
     @contextmanager
-    def opened(self, store: Store, tasks: Sequence[Task]) -> Iterator[None]:
+    def opened(self, store: Store, jobs: Sequence[Job]) -> Iterator[None]:
         self.store = store
         try:
             yield
@@ -51,16 +51,16 @@ class Gpus(Place):
     def capacity(self) -> int:
         return len(self.gpus) * self.shared
 
-    def hire(self, task: Task, slot: TimingSlot | None) -> WorkerProcess:
+    def hire(self, job: Job, slot: TimingSlot | None) -> WorkerProcess:
         taken = Counter(worker.gpu for worker in self.workers)
         gpu = self.gpus[0] if slot else min(self.gpus, key=lambda gpu: taken[gpu])
         self.workers.append(WorkerProcess(gpu, self.context, self.execute, str(self.store.folder)))
         return self.workers[-1]
 
-    def send(self, worker: WorkerProcess, task: Task, name: str, *, shared: int) -> None:
+    def send(self, worker: WorkerProcess, job: Job, name: str, *, shared: int) -> None:
         worker.name, worker.begun = name, False
         with suppress(OSError):  # dead: its end is heard when it is polled
-            worker.pipe.send((task, shared))
+            worker.pipe.send((job, shared))
 
     def poll(self, hear: Hear) -> None:
         pipes = {worker.pipe: worker for worker in self.workers}
@@ -112,14 +112,14 @@ class WorkerProcess:
 
 
 def serve(pipe: Connection, execute: Execute, folder: str, device: str) -> None:
-    """A worker's life: one task after another, for as long as its parent lives."""
+    """A worker's life: one job after another, for as long as its parent lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then stops us
     threading.Thread(target=end_with_parent, daemon=True, name="parent").start()
     store = Store(folder)
     with suppress(EOFError, OSError):
         while True:
-            task, shared = pipe.recv()
-            pipe.send(attempt(task, store, execute, device=device, shared=shared, watch=pipe.send))
+            job, shared = pipe.recv()
+            pipe.send(attempt(job, store, execute, device=device, shared=shared, watch=pipe.send))
 
 
 def end_with_parent() -> None:

@@ -1,7 +1,7 @@
 """A Ray cluster as a place: one run on a GPU (or on a few CPUs), speeds on each kind of hardware.
 
 The driver claims, sends, collects and writes; workers only compute. So workers need not share the driver's disk, and
-the store is the same whichever place filled it. When a worker or its node is lost, its task goes on elsewhere from the
+the store is the same whichever place filled it. When a worker or its node is lost, its job goes on elsewhere from the
 last checkpoint that the driver's store holds.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from linvit.attention.plugins import VARIABLE
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.job import Job
 from linvit.comparison.scheduling.places import ray_worker
 from linvit.comparison.scheduling.places.place import Execute, Hear, Place, Record, TimingSlot
 from linvit.comparison.scheduling.places.ray_worker import (
@@ -43,7 +43,7 @@ HINT = "start one with `ray start --head`, or use --address local"
 
 @dataclass(frozen=True)
 class Node(TimingSlot):
-    """A node that takes tasks, and the hardware that its speed files will name."""
+    """A node that takes jobs, and the hardware that its speed files will name."""
 
     id: str
     cpus: int
@@ -52,8 +52,8 @@ class Node(TimingSlot):
     gpu: str | None
     reaches_store: bool
 
-    def hardware(self, task: Task) -> str:
-        return self.gpu if self.gpu and "cuda" in devices_of(task) else self.cpu
+    def hardware(self, job: Job) -> str:
+        return self.gpu if self.gpu and "cuda" in devices_of(job) else self.cpu
 
 
 class RayCluster(Place):
@@ -65,15 +65,15 @@ class RayCluster(Place):
     ) -> None:
         super().__init__(execute)
         self.address, self.shared, self.wanted_cpus = address, per_gpu, cpus
-        self.flying: dict[Any, tuple[Task, str, Any]] = {}  # task, name and worker by Ray's reference
+        self.flying: dict[Any, tuple[Job, str, Any]] = {}  # job, name and worker by Ray's reference
         self.teachers: dict[str, Any] = {}  # in Ray's object store, put there once
         self.known: dict[str, Node] = {}
 
     @contextmanager
-    def opened(self, store: Store, tasks: Sequence[Task]) -> Iterator[None]:
+    def opened(self, store: Store, jobs: Sequence[Job]) -> Iterator[None]:
         self.store = store
         with connected(self.address) as self.ray, marked(store) as mark:
-            first = replace(tasks[0], places=absolute(tasks[0].places))
+            first = replace(jobs[0], places=absolute(jobs[0].places))
             folder = str(store.folder.resolve())
             self.errand = Errand(first, folder, mark, own_source(), self.shared, self.execute)
             self.look_around()
@@ -90,7 +90,7 @@ class RayCluster(Place):
                 with suppress(Exception):  # the cluster itself may be gone
                     self.mailbox.shutdown(force=True)
 
-    # The nodes, as they come and go, and what tasks reserve on them.
+    # The nodes, as they come and go, and what jobs reserve on them.
 
     def look_around(self) -> None:
         """What a run reserves; on CPUs as many as its training has threads, or as the largest node has."""
@@ -142,12 +142,12 @@ class RayCluster(Place):
 
     # The workers, and what they are at.
 
-    def hire(self, task: Task, slot: TimingSlot | None) -> Any:
+    def hire(self, job: Job, slot: TimingSlot | None) -> Any:
         """A speed gets a GPU alone; and all processors where they are timed too."""
         room = {"num_cpus": self.cpus, "num_gpus": 1 / self.shared if self.gpus else 0}
         if isinstance(slot, Node):
-            gpus = int(slot.gpus > 0 and "cuda" in devices_of(task))
-            cpus = slot.cpus if "cpu" in devices_of(task) or not gpus else 1
+            gpus = int(slot.gpus > 0 and "cuda" in devices_of(job))
+            cpus = slot.cpus if "cpu" in devices_of(job) or not gpus else 1
             room = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": pinned(slot.id)}
         return self.ray.remote(ray_worker.RayWorker).options(**room).remote(self.mailbox)
 
@@ -155,17 +155,17 @@ class RayCluster(Place):
         self.flying = {ref: flight for ref, flight in self.flying.items() if flight[2] is not worker}
         self.ray.kill(worker) if kill else worker.close.remote()
 
-    def send(self, worker: Any, task: Task, name: str, *, shared: int) -> None:
-        errand = replace(self.errand, task=replace(task, places=absolute(task.places)), shared=shared)
-        self.flying[worker.work.remote(errand, name, *self.luggage(errand.task))] = task, name, worker
+    def send(self, worker: Any, job: Job, name: str, *, shared: int) -> None:
+        errand = replace(self.errand, job=replace(job, places=absolute(job.places)), shared=shared)
+        self.flying[worker.work.remote(errand, name, *self.luggage(errand.job))] = job, name, worker
 
-    def luggage(self, task: Task) -> Iterator[Any]:
-        """What a worker gets along with a task: what was begun, and the models that it needs, for those that cannot
+    def luggage(self, job: Job) -> Iterator[Any]:
+        """What a worker gets along with a job: what was begun, and the models that it needs, for those that cannot
         reach them."""
         shared_disk = all(node.reaches_store for node in self.known.values())
-        yield None if shared_disk else read_files(self.store.work_folder(task.key))
-        folders = {key: self.store.teacher_folder(key) for key in task.needs}
-        folders |= {place: Path(place) for place in given_folders(task.places).values()}
+        yield None if shared_disk else read_files(self.store.work_folder(job.key))
+        folders = {key: self.store.teacher_folder(key) for key in job.needs}
+        folders |= {place: Path(place) for place in given_folders(job.places).values()}
         for key, folder in folders.items():
             if key not in self.teachers:
                 self.teachers[key] = self.ray.put((key, read_files(folder)))
@@ -173,7 +173,7 @@ class RayCluster(Place):
 
     def poll(self, hear: Hear) -> None:
         ready, _ = self.ray.wait(list(self.flying), timeout=TICK)
-        out = {name: task for task, name, _ in self.flying.values()}
+        out = {name: job for job, name, _ in self.flying.values()}
         for name, event in self.mailbox.get_nowait_batch(self.mailbox.qsize()):
             if event["kind"] == "checkpoint" and name in out:  # of a worker that has another disk
                 folder = self.store.work_folder(out[name].key)
@@ -182,22 +182,22 @@ class RayCluster(Place):
             elif name in out:
                 hear(name, event)
         for ref in ready:
-            task, name, _ = self.flying.pop(ref)
-            hear(name, self.ending(ref, task))
+            job, name, _ = self.flying.pop(ref)
+            hear(name, self.ending(ref, job))
 
-    def ending(self, ref: Any, task: Task) -> Record:
-        """How a task ended that is no longer out."""
+    def ending(self, ref: Any, job: Job) -> Record:
+        """How a job ended that is no longer out."""
         try:
             ended: Record = self.ray.get(ref)
         except self.ray.exceptions.RayTaskError as error:  # what was sent cannot be read there, or what came back here
-            return {"kind": "failure", "failure": self.store.failure(task, error), "spoilt": True}
+            return {"kind": "failure", "failure": self.store.failure(job, error), "spoilt": True}
         except self.ray.exceptions.RayError as error:
             text = (str(error).strip() or type(error).__name__).splitlines()[0]
             return {"kind": "lost", "text": text, "begun": True, "spoilt": True}
         if ended["kind"] == "misfit":
             raise LinvitError(ended["text"])
         if ended.get("files"):
-            write_files(self.store.teacher_folder(task.key), ended["files"])
+            write_files(self.store.teacher_folder(job.key), ended["files"])
         return ended
 
 
@@ -282,7 +282,7 @@ def pinned(node: str) -> Any:
 
 def ask(ray: Any, errand: Errand, node: str) -> Any:
     """Send the question to a node. The function goes by value, so that it arrives where there is no linvit."""
-    sent = (errand.source, errand.task.places, errand.mark)
+    sent = (errand.source, errand.job.places, errand.mark)
 
     def question() -> dict[str, Any]:
         try:

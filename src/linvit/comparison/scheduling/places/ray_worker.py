@@ -1,4 +1,4 @@
-"""What happens on a worker of a Ray cluster: one task, and its files there and back where the disk is not the driver's.
+"""What happens on a worker of a Ray cluster: one job, and its files there and back where the disk is not the driver's.
 Folders (a run's checkpoints, and teachers) travel between machines as their files' bytes.
 
 Ray itself is not needed here: the driver makes actors and remote functions of this.
@@ -19,7 +19,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.job import Job
 from linvit.comparison.scheduling.places.place import Execute, Record, Send, attempt
 from linvit.comparison.scheduling.store import Store
 from linvit.files import write
@@ -29,15 +29,15 @@ from linvit.version import __version__
 QUIET = 0.5  # seconds between two records of training that are worth sending
 EVERY = 2.0  # seconds between two looks for new checkpoints
 WEIGHTS = ".safetensors"
-GIVEN = ("teacher", "backbone")  # of a task's places: models from elsewhere
+GIVEN = ("teacher", "backbone")  # of a job's places: models from elsewhere
 Files = dict[str, bytes]  # a folder's content by relative name
 
 
 @dataclass(frozen=True)
 class Errand:
-    """A task on its way to a worker. Its `places` are absolute: a worker has a working folder of its own."""
+    """A job on its way to a worker. Its `places` are absolute: a worker has a working folder of its own."""
 
-    task: Task
+    job: Job
     store: str
     mark: str  # a file in the store: a node that sees it shares the driver's disk
     source: str  # the driver's code
@@ -56,7 +56,7 @@ def absolute(places: dict[str, str]) -> dict[str, str]:
 
 
 def given_folders(places: dict[str, str]) -> dict[str, str]:
-    """The models from elsewhere that a task needs, those that are folders: they travel with it."""
+    """The models from elsewhere that a job needs, those that are folders: they travel with it."""
     return {name: place for name in GIVEN if (place := places.get(name, "")) and Path(place).is_dir()}
 
 
@@ -82,7 +82,7 @@ def gpu() -> str | None:
 
 
 def misfit(source: str, places: dict[str, str]) -> str | None:
-    """Why tasks cannot be done on this node, in one line; None if they can."""
+    """Why jobs cannot be done on this node, in one line; None if they can."""
     here = own_source()
     if here != source:
         return f"runs linvit {here}, the driver {source}: install the same linvit on every node"
@@ -94,7 +94,7 @@ def misfit(source: str, places: dict[str, str]) -> str | None:
 
 
 class RayWorker:
-    """A process that does one task after the other, and keeps from one to the next what `sharing` keeps."""
+    """A process that does one job after the other, and keeps from one to the next what `sharing` keeps."""
 
     def __init__(self, mailbox: Any) -> None:
         self.mailbox = mailbox
@@ -109,9 +109,9 @@ class RayWorker:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def work(self, errand: Errand, name: str, begun: Files | None, *teachers: tuple[str, Files]) -> Record:
-        """Do a task: the record of how it ended, and the files of a teacher that was trained. `begun` is what an
+        """Do a job: the record of how it ended, and the files of a teacher that was trained. `begun` is what an
         earlier worker left and `teachers` are folders by name, for nodes where the disk is not the driver's."""
-        wrong = misfit(errand.source, errand.task.places)
+        wrong = misfit(errand.source, errand.job.places)
         if wrong is not None:
             return {"kind": "misfit", "text": f"node {platform.node()} of the Ray cluster {wrong}"}
         last = 0.0
@@ -127,32 +127,32 @@ class RayWorker:
 
         away = not Path(errand.mark).exists()
         store = Store(self.scratch if away else errand.store)
-        task = self.unpack(errand.task, store, dict(teachers), away)
-        folder = store.work_folder(task.key)
+        job = self.unpack(errand.job, store, dict(teachers), away)
+        folder = store.work_folder(job.key)
         if away and begun:
             write_files(folder, begun)
         try:
             with mirrored(folder, send) if away else nullcontext():
-                ended = attempt(task, store, errand.execute, device="auto", shared=errand.shared, watch=send)
+                ended = attempt(job, store, errand.execute, device="auto", shared=errand.shared, watch=send)
         finally:
             if away:
                 shutil.rmtree(folder, ignore_errors=True)
-        if away and task.kind == "teacher" and "result" in ended:
-            ended["files"] = read_files(store.teacher_folder(task.key))
+        if away and job.kind == "teacher" and "result" in ended:
+            ended["files"] = read_files(store.teacher_folder(job.key))
         return ended
 
-    def unpack(self, task: Task, store: Store, teachers: dict[str, Files], away: bool) -> Task:
-        """Lay out the models that came along, where this node lacks them; the task, pointing to them."""
-        for key in task.needs if away else ():
+    def unpack(self, job: Job, store: Store, teachers: dict[str, Files], away: bool) -> Job:
+        """Lay out the models that came along, where this node lacks them; the job, pointing to them."""
+        for key in job.needs if away else ():
             write_files(store.teacher_folder(key), teachers[key])
-        places = dict(task.places)
+        places = dict(job.places)
         for name in GIVEN:
             given = places.get(name, "")
             if given in teachers and not Path(given).is_dir():
                 folder = self.scratch / "given" / name / Path(given).name
                 write_files(folder, teachers[given])
                 places[name] = str(folder)
-        return replace(task, places=places)
+        return replace(job, places=places)
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Tasks and results that cost nothing, for the store and the places; also used in worker processes."""
+"""Jobs and results that cost nothing, for the store and the places; also used in worker processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from linvit.comparison.description.task import Task
+from linvit.comparison.description.job import Job
 from linvit.comparison.results import (
     Accuracy,
     Candidate,
@@ -30,8 +30,8 @@ from linvit.comparison.scheduling.store import Store, hardware_for, head_of
 from linvit.errors import Unwritable
 
 
-def make_task(number: int, kind: str = "run", needs: tuple[str, ...] = (), **extra: Any) -> Task:
-    """What is odd about a task stands among the settings of its architecture."""
+def make_job(number: int, kind: str = "run", needs: tuple[str, ...] = (), **extra: Any) -> Job:
+    """What is odd about a job stands among the settings of its architecture."""
     structure: dict[str, Any] = {
         "architecture": {"model": "fair", "number": number, **extra},
         "classes": 10,
@@ -50,15 +50,15 @@ def make_task(number: int, kind: str = "run", needs: tuple[str, ...] = (), **ext
     label = Label(
         candidate=f"c{number}", mechanism="stella", paper="MixA", patch=4, size=32, mode="scratch", seed=number
     )
-    return Task(identity, label)
+    return Job(identity, label)
 
 
 def make_result(
-    task: Task, time: str = "2026-01-01T00:00:00+00:00", hardware: str = "", top1: float = 0.0, **extra: Any
+    job: Job, time: str = "2026-01-01T00:00:00+00:00", hardware: str = "", top1: float = 0.0, **extra: Any
 ) -> Run | Speed:
-    where = Environment(hardware=hardware or hardware_for(task), time=time, threads=extra.pop("threads", None))
-    head = {**head_of(task, task.kind), "environment": where, "seconds": 0.0, **extra}
-    if task.kind == "speed":
+    where = Environment(hardware=hardware or hardware_for(job), time=time, threads=extra.pop("threads", None))
+    head = {**head_of(job, job.kind), "environment": where, "seconds": 0.0, **extra}
+    if job.kind == "speed":
         return Speed(**head, rows=())
     accuracy = Accuracy((), top1, None, top1, None, None, "")
     data, model = DataFacts("digits", None, 1, 1), ModelFacts(1, 1, 1)
@@ -73,10 +73,10 @@ def speeds_of(store: Store) -> list[Speed]:
     return [result for result in store.results() if isinstance(result, Speed)]
 
 
-def note(store: Store, task: Task, what: str) -> None:
+def note(store: Store, job: Job, what: str) -> None:
     """A line in a log that all processes share, written in one go."""
     handle = os.open(store.folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(handle, f"{what} {task.key} {os.getpid()} {time.monotonic()}\n".encode())
+    os.write(handle, f"{what} {job.key} {os.getpid()} {time.monotonic()}\n".encode())
     os.close(handle)
 
 
@@ -95,31 +95,31 @@ def meet(folder: Path, key: str) -> None:
         time.sleep(0.01)
 
 
-def quick(task: Task, store: Store, *, device: str, shared: int, watch: Any) -> Run | Speed:
-    """Does nothing, in a moment; odd things happen to tasks that ask for them."""
-    odd = task.identity.architecture
-    note(store, task, "begin")
+def quick(job: Job, store: Store, *, device: str, shared: int, watch: Any) -> Run | Speed:
+    """Does nothing, in a moment; odd things happen to jobs that ask for them."""
+    odd = job.identity.architecture
+    note(store, job, "begin")
     watch({"kind": "train", "step": 1, "steps": 2, "epoch": 0.5, "loss": 1.0, "images_per_second": 10.0, "stage": "t"})
     time.sleep(odd.get("seconds", 0.0))
     if odd.get("meet"):
-        meet(store.folder / "meeting", task.key)
+        meet(store.folder / "meeting", job.key)
     if odd.get("error"):
         raise RuntimeError(odd["error"])
     if odd.get("full"):
         raise Unwritable("cannot write the model: No space left on device")
-    work = store.work_folder(task.key)
+    work = store.work_folder(job.key)
     work.mkdir(parents=True, exist_ok=True)
     (work / "tries").open("a").write("x")
     if len((work / "tries").read_text()) <= odd.get("deaths", 0):
         os.kill(os.getpid(), signal.SIGKILL)
-    note(store, task, "end")
-    if task.kind == "speed":
-        return make_result(task, threads=shared)  # a speed does not say how many shared the device
-    return make_result(task, training=Training(0.0, None, None, device, shared))
+    note(store, job, "end")
+    if job.kind == "speed":
+        return make_result(job, threads=shared)  # a speed does not say how many shared the device
+    return make_result(job, training=Training(0.0, None, None, device, shared))
 
 
 def without_timings(result: Run | Speed) -> Run | Speed:
-    """A result without what may differ when the same task is done again: times, memory, where it was and what else was
+    """A result without what may differ when the same job is done again: times, memory, where it was and what else was
     at work there."""
     result = replace(result, environment=Environment(hardware="", time=""), seconds=0.0)
     if isinstance(result, Speed):

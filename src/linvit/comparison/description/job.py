@@ -27,7 +27,7 @@ DEFAULTS = to_plain(Config())
 
 
 @dataclass(frozen=True)
-class Task:
+class Job:
     """A teacher or a candidate to be trained, or a candidate to be timed. `identity` is everything that determines the
     result; `places` says where this machine has what the identity names by digest (data, root, teacher), and is no part
     of the key."""
@@ -64,7 +64,7 @@ class Task:
 
     @cached_property
     def affinity(self) -> str:
-        """The same for tasks that differ in their seed alone, and so can share a model and its compiled steps."""
+        """The same for jobs that differ in their seed alone, and so can share a model and its compiled steps."""
         identity = to_plain(self.identity)
         config = {name: value for name, value in identity.get("config", {}).items() if name != "seed"}
         return digest({**identity, "config": config, "seed": None, "kind": None})
@@ -78,7 +78,7 @@ class Task:
 
 
 def key_of(identity: Identity | Mapping[str, Any]) -> str:
-    """The key of a task's identity: of a set or a teacher its key or digest, the name only where there is neither."""
+    """The key of a job's identity: of a set or a teacher its key or digest, the name only where there is neither."""
     counted = to_plain(identity)
     if "config" in counted:
         counted["config"] = counted_config(counted["config"])
