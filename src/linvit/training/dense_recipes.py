@@ -100,8 +100,8 @@ def fast(model: str = "") -> Config:
 
     Every converted layer learns to do what its original did, the linear maps behind them are solved by least squares,
     and the maps that the head reads are aligned with the original's; so far no label is read, and the head stays as it
-    is. Then a short fine-tune with labels; `--set stages.finetune.epochs=0` leaves it out. The values are this
-    project's own.
+    is. Then a short fine-tune with labels; `--set stages.finetune.epochs=0` leaves it out. Images come to the model as
+    they came to the original. The values are this project's own.
     """
     stages = (
         Stage("align", "alignment", 2, lr=5e-4, trainable="attention"),
@@ -109,7 +109,7 @@ def fast(model: str = "") -> Config:
         Stage("finetune", "supervised", 6, lr=5e-5, features=0.1),
     )
     config = replace(base("fast"), lr=1e-4, warmup_epochs=0.5, min_lr=1e-6, clip_norm=1.0, stages=stages, epochs=30)
-    return replace(config, scale_jitter=(0.75, 1.5), photometric=True, eval_epochs=10)
+    return replace(config, size=None, scale_jitter=(0.75, 1.5), photometric=True, eval_epochs=10)
 
 
 DENSE_RECIPES: dict[str, Callable[[str], Config]] = {

@@ -1,6 +1,7 @@
 """A detector or segmenter brought into the recipe's form."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 
+from linvit.conversion.saving import note
 from linvit.models.dense import DenseModel
 from linvit.tasks.dense import fitting
-from linvit.tasks.dense.fitting import DenseFitting, DenseSets, DenseTask, settings_of
+from linvit.tasks.dense.fitting import DenseFitting, DenseSets, DenseTask, settings_of, trained_settings
 from linvit.tasks.dense.readers import open_dense
-from linvit.training import Config, Processes
+from linvit.training import Config, Processes, recipe
 from tests.dense_shapes import write_boxes, write_masks
 
 TRUNK: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 24, "depth": 4, "num_heads": 2}
@@ -84,12 +86,40 @@ def test_gpus_share_their_batch_norm(make: Make, monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_what_a_run_ended_with_is_judged_once(ema: float | None, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, judged = make(model_of("semantic_fpn"), epochs=2, ema=ema), list[nn.Module]()
+    evaluate = DenseTask.evaluate
+    monkeypatch.setattr(DenseTask, "evaluate", lambda task, model: judged.append(model) or evaluate(task, model))
+    outcome = made.run()
+    before = len(judged)
+    found = made.evaluate()
+    assert len(judged) == before > 1 and found.metrics() == outcome.last
+    assert made.evaluate(made.shown).metrics() == found.metrics() and len(judged) == before + 1
+    with torch.no_grad():
+        next(made.shown.parameters()).zero_()
+    assert made.evaluate() is not found and len(judged) == before + 2
+    made.close()
+
+
 def test_the_longer_side_at_most() -> None:
     """As on COCO, where detectors are trained, and on ADE20K, where segmenters are."""
     config = Config(resize="shortest", size=800)
     assert settings_of(model_of("mask_rcnn"), config).longest == 1333
     assert settings_of(model_of("semantic_fpn"), config).longest == 3200
     assert settings_of(model_of("semantic_fpn"), Config(size=512)).longest is None
+
+
+def test_a_trained_model_is_aligned_on_images_as_it_knows_them() -> None:
+    """At another size, or squeezed where it had seen shapes, it would be aligned and judged on what it never saw."""
+    model, fast = model_of("semantic_fpn"), recipe("fast", task="segment")
+    note(model, input_size=(3, 96, 96), crop_mode="center")
+    found = settings_of(model, fast)
+    assert (found.size, found.resize, found.longest) == (96, "shortest", 384)
+    assert trained_settings(model) == replace(found, scale_jitter=None, photometric=False)
+    assert trained_settings(model, 48) == replace(trained_settings(model), size=48, longest=192)
+    told = settings_of(model, replace(fast, size=64, resize="longest"))
+    assert (told.size, told.resize, told.longest) == (64, "longest", None)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linvit.errors import LinvitError
-from linvit.tasks.dense.loading import Batch, DenseSource
+from linvit.tasks.dense.loading import Batch, DenseSource, Reader, Request, statistics_of, unpack
 from linvit.tasks.dense.readers import open_dense
 from linvit.tasks.dense.samples import Samples
 from linvit.tasks.dense.transforms import TransformSettings
@@ -117,6 +117,16 @@ def test_evaluation_has_every_image_in_order_with_its_truths(objects: Samples) -
         torch.testing.assert_close(target["boxes"], wanted, atol=2e-3, rtol=0)
         assert {"labels", "iscrowd", "difficult", "areas", "masks"} <= target.keys()
         assert target["masks"].shape[1:] == one.picture.size[::-1]
+
+
+@pytest.mark.parametrize("kind", ["objects", "pixels"])
+def test_truths_of_an_evaluation_stay_where_they_are_judged(kind: str, request: pytest.FixtureRequest) -> None:
+    """Each that has to come back from a GPU would wait for it."""
+    samples, elsewhere = request.getfixturevalue(kind), statistics_of(FULL, torch.device("meta"))
+    images, targets = unpack(Reader(samples, FULL, False, 0)[Request(0, [0, 1])], elsewhere)  # type: ignore[arg-type]
+    assert images.is_meta and {tensor.device.type for target in targets for tensor in target.values()} == {"cpu"}
+    images, targets = unpack(Reader(samples, FULL, True, 0)[Request(0, [0, 1])], elsewhere)  # type: ignore[arg-type]
+    assert images.is_meta and all(target["labels"].is_meta and not target["size"].is_meta for target in targets)
 
 
 def test_pixels_are_normalised(pixels: Samples) -> None:

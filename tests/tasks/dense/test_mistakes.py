@@ -64,6 +64,18 @@ def test_boxes_are_clipped_and_what_is_outside_is_counted(tmp_path: Path) -> Non
     assert samples.note == f"{tmp_path} (train): left out 3 boxes outside their image or of no area"
 
 
+def test_a_set_without_objects_is_told(tmp_path: Path) -> None:
+    """It can be trained on, for nothing."""
+    folder = changed(write_coco(tmp_path), lambda data: data["annotations"].clear())
+    assert open_dense_split(folder, "detect", "train").note == f"{tmp_path} (train): no object is on any image"
+
+    def change(data: dict[str, Any]) -> None:
+        data["annotations"] = [{**data["annotations"][0], "bbox": [500, 500, 9, 9]}]
+
+    left = open_dense_split(changed(write_coco(tmp_path), change), "detect", "train").note
+    assert left.endswith("left out 1 box outside their image or of no area; no object is left on any image")
+
+
 def test_objects_without_masks(tmp_path: Path) -> None:
     folder = changed(write_coco(tmp_path), lambda data: data["annotations"][0].pop("segmentation"))
     samples = open_dense_split(folder, "detect", "train", masks=True)

@@ -8,11 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.transforms.v2 import functional as V
 
 from linvit.errors import LinvitError
+from linvit.tasks.dense.colours import vary
 from linvit.tasks.dense.loading import batch_of
 from linvit.tasks.dense.samples import Sample
-from linvit.tasks.dense.transforms import EvalTransform, TrainTransform, TransformSettings, label_map, to_original
+from linvit.tasks.dense.transforms import (
+    EvalTransform,
+    TrainTransform,
+    TransformSettings,
+    draw_colours,
+    label_map,
+    to_original,
+)
 
 sides = st.integers(20, 90)
 jitters = st.sampled_from([None, (0.5, 2.0), (0.1, 2.0)])
@@ -121,13 +130,34 @@ def test_what_is_cut_off_is_not_learnt() -> None:
     assert {*tops} == {0, 4}
 
 
-def test_colours_change_where_asked() -> None:
+def test_colours_are_drawn_where_asked() -> None:
     sample = rectangles(30, 30, 0)
     plain = TransformSettings(30, flip=0.0)
-    assert torch.equal(TrainTransform(plain)(sample)[0], sample.image)
+    assert "colours" not in TrainTransform(plain)(sample)[1]
     torch.manual_seed(1)
     found = TrainTransform(replace(plain, photometric=True))(sample)
-    assert not torch.equal(found[0], sample.image) and torch.equal(found[1]["boxes"], sample.boxes)
+    assert torch.equal(found[0], sample.image) and torch.equal(found[1]["boxes"], sample.boxes)
+    drawn = torch.stack([draw_colours() for _ in range(2000)])
+    changed = drawn != torch.tensor([1.0, 1, 1, 0, 1])
+    share = changed.float().mean(0)
+    assert not (changed[:, 1] & changed[:, 4]).any()  # contrast varies before or after, not both
+    assert ((share - torch.tensor([0.5, 0.25, 0.5, 0.5, 0.25])).abs() < 0.05).all()
+
+
+def test_colours_vary_as_torchvision_varies_them() -> None:
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (40, 3, 8, 9), dtype=torch.uint8)
+    images[:, :, 5:] = 0  # padding, which must not make an image darker to contrast
+    inside = torch.zeros(40, 8, 9, dtype=torch.bool)
+    inside[:, :5] = True
+    colours = torch.stack([draw_colours() for _ in images])
+    found = vary(images, colours, inside)
+    for image, row, mine in zip(images, colours.tolist(), found, strict=True):
+        wanted = image[:, :5].float() / 255
+        steps = (V.adjust_brightness, V.adjust_contrast, V.adjust_saturation, V.adjust_hue, V.adjust_contrast)
+        for step, value in zip(steps, row, strict=True):
+            wanted = step(wanted, value)
+        assert (mine[:, :5] - 255 * wanted).abs().max() < 1.5
 
 
 @settings(max_examples=60, deadline=None)

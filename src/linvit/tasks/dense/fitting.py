@@ -1,7 +1,7 @@
 """Train and judge a detector or segmenter: data, recipe and teacher brought together for the engine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from linvit.tasks.dense.transforms import TransformSettings, label_map, to_origi
 from linvit.tasks.detect.metrics import DetectionMeter, DetectionMetrics
 from linvit.tasks.fitting import Fitting
 from linvit.tasks.segment.metrics import SegmentationMeter, SegmentationMetrics
-from linvit.training import Config, Output, Phase, Processes, Task, make_processes
+from linvit.training import Config, Outcome, Output, Phase, Processes, Task, make_processes
 from linvit.training.drop_path import set_drop_path
 from linvit.training.engine.phases import repeatable
 from linvit.training.objectives.stages import make_dense_phases
@@ -48,17 +48,19 @@ class DenseTask(Task):
     def __init__(self, task: str, samples: Samples | None, source: DenseSource | None, processes: Processes) -> None:
         self.task, self.samples, self.source, self.processes = task, samples, source, processes
         self.best = BEST[task] if samples is not None else ""
+        self.latest: tuple[list[Any], Metrics] | None = None  # which weights the training was judged by last, and how
 
     def evaluate(self, model: nn.Module) -> Metrics:
         if self.samples is None or self.source is None:
             raise LinvitError("there is no validation set to evaluate on")
         meter = self.meter(model)
         for images, targets in self.source.epoch(0):
-            for answer, target in zip(model(images, targets), targets, strict=True):
-                if isinstance(meter, DetectionMeter):
-                    meter.add([to_original(answer, target)], [{**target, "size": target["original"]}])
-                else:
-                    meter.add([label_map(answer, target)], [target["labels"]])
+            answers = list(zip(model(images, targets), targets, strict=True))
+            if isinstance(meter, SegmentationMeter):
+                meter.add([label_map(*each) for each in answers], [target["labels"] for target in targets])
+                continue
+            for answer, target in answers:
+                meter.add([to_original(answer, target)], [{**target, "size": target["original"]}])
         for rank, state in enumerate(self.processes.gather_objects(meter.state())):
             if rank != self.processes.rank:
                 meter.merge(state)
@@ -74,7 +76,9 @@ class DenseTask(Task):
         )
 
     def metrics(self, model: nn.Module) -> Mapping[str, float]:
-        return self.evaluate(model).metrics()
+        found = self.evaluate(model)
+        self.latest = versions(model), found
+        return found.metrics()
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         return model(*batch)
@@ -87,6 +91,11 @@ class DenseTask(Task):
         factors = torch.tensor([size / images.shape[-2], size / images.shape[-1]])
         smaller = F.interpolate(images, (size, size), mode="bilinear", antialias=True, align_corners=False)
         return smaller, [resize_target(target, factors, size) for target in targets]
+
+
+def versions(model: nn.Module) -> list[Any]:
+    """Which tensors a model's weights are, and how often each was written."""
+    return [(id(tensor), tensor._version) for tensor in (*model.parameters(), *model.buffers())]
 
 
 def resize_target(target: Target, factors: Tensor, size: int) -> Target:
@@ -111,6 +120,8 @@ def nearest(maps: Tensor, size: int) -> Tensor:
 class DenseFitting(Fitting):
     """A detector or segmenter, annotated images and a recipe. Runs in one process can share `phases`, as classifiers
     can."""
+
+    judged: tuple[list[Any], Metrics] | None = None  # the weights that a run ended with, and how good they are
 
     def __init__(
         self,
@@ -144,7 +155,7 @@ class DenseFitting(Fitting):
         if validation is not None:
             self.checks = DenseSource(validation, settings, batch, training=False, **place)
         self.task = DenseTask(model.task, validation, self.checks, processes)
-        note(model, input_size=(3, settings.size, settings.size), crop_pct=1.0, crop_mode=MODES[config.resize])
+        note(model, input_size=(3, settings.size, settings.size), crop_pct=1.0, crop_mode=MODES[settings.resize])
         splits, names = (train, validation), label_names(model)
         self.assemble(model, self.task, splits, classes=names, loaders=["dense"], teacher=teacher)
 
@@ -157,8 +168,17 @@ class DenseFitting(Fitting):
         if self.processes.world > 1 and self.processes.device.type == "cuda":
             convert_sync_batchnorm(model)
 
+    def run(self, *, resume: bool = False) -> Outcome:
+        self.judged = self.task.latest = None
+        outcome = super().run(resume=resume)
+        self.judged = self.task.latest
+        return outcome
+
     def evaluate(self, model: nn.Module | None = None) -> Metrics:
-        """How good the trained weights, or another model, are on the validation set, in the recipe's precision."""
+        """How good the trained weights, or another model, are on the validation set, in the recipe's precision. A run
+        ends in that, which is then not done twice."""
+        if model is None and self.judged is not None and self.judged[0] == versions(self.shown):
+            return self.judged[1]
         with repeatable(self.config.deterministic), torch.no_grad(), self.processes.autocast():
             return self.task.evaluate((model or self.shown).eval())
 
@@ -179,13 +199,16 @@ def match_names(model: DenseModel, sets: DenseSets) -> tuple[Samples, Samples | 
 
 
 def settings_of(model: DenseModel, config: Config) -> TransformSettings:
-    """How images come to the model by this recipe."""
+    """How images come to the model by this recipe; where it names no size, as they came in the model's training."""
     known = noted(model)
     size = config.size or known["input_size"][-1]
+    resize = config.resize
+    if config.size is None and resize == Config.resize:
+        resize = next((name for name, word in MODES.items() if word == known.get("crop_mode")), resize)
     return TransformSettings(
         size=size,
-        resize=config.resize,
-        longest=round(LONGEST[model.task] * size) if config.resize == "shortest" else None,
+        resize=resize,
+        longest=round(LONGEST[model.task] * size) if resize == "shortest" else None,
         sizes=config.multiscale,
         scale_jitter=None if config.scale_jitter == (1.0, 1.0) else config.scale_jitter,
         flip=config.flip,
@@ -196,7 +219,9 @@ def settings_of(model: DenseModel, config: Config) -> TransformSettings:
 
 
 def trained_settings(model: DenseModel, size: int | None = None) -> TransformSettings:
-    """How images came to the model in its training, for judging and using it."""
-    mode = noted(model).get("crop_mode")
-    resize = next((name for name, word in MODES.items() if word == mode), "square")
-    return settings_of(model, Config(size=size, resize=resize))
+    """How images came to the model in its training, for judging and using it, perhaps at another size."""
+    found = settings_of(model, Config())
+    if size is None:
+        return found
+    longest = round(LONGEST[model.task] * size) if found.resize == "shortest" else None
+    return replace(found, size=size, longest=longest)

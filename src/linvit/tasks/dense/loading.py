@@ -20,11 +20,12 @@ from linvit.models.dense import IGNORED, Target
 from linvit.tasks.classify.augmenting import Order, normalise
 from linvit.tasks.classify.preprocessing import seed_of
 from linvit.tasks.classify.streaming import end_workers, make_loader
+from linvit.tasks.dense.colours import vary
 from linvit.tasks.dense.samples import Samples
 from linvit.tasks.dense.transforms import EvalTransform, TrainTransform, TransformSettings
 
 MULTIPLE = 32  # padded sides are a multiple of the coarsest stride
-ON_HOST = ("size", "original", "image_id")  # what only Python reads, for which nobody should wait for the device
+ON_HOST = ("size",)  # what only Python reads, for which nobody should wait for the device
 AHEAD = 2  # batches that each worker is ahead
 
 Batch = tuple[Tensor, list[Target]]
@@ -169,17 +170,23 @@ def on_canvas(maps: Tensor, height: int, width: int, value: int) -> Tensor:
 
 
 def unpack(packed: Packed, statistics: tuple[Tensor, Tensor]) -> Batch:
-    """The batch on the device that has the mean and the standard deviation of pixels."""
+    """The batch on the device that has the mean and the standard deviation of pixels. Truths of an evaluation stay on
+    the host, where they are judged by: reading them back, tensor by tensor, would wait for the device each time."""
     device = statistics[0].device
     images = packed.images.to(device, non_blocking=True)
     sizes = packed.values["size"].to(device, non_blocking=True).view(-1, 2, 1, 1)
     rows, columns = (torch.arange(side, device=device) for side in images.shape[-2:])
     inside = (rows[:, None] < sizes[:, 0]) & (columns < sizes[:, 1])
+    if "colours" in packed.values:
+        images = vary(images, packed.values["colours"].to(device, non_blocking=True).view(len(images), -1), inside)
     normalised = normalise(images, *statistics) * inside[:, None]
     targets: list[Target] = [{} for _ in range(len(images))]
+    judged = "original" in packed.values
     for name, values in packed.values.items():
+        if name == "colours":
+            continue
         shapes = packed.shapes[name]
-        values = values if name in ON_HOST else values.to(device, non_blocking=True)
+        values = values if judged or name in ON_HOST else values.to(device, non_blocking=True)
         parts = values.split([torch.Size(shape).numel() for shape in shapes])
         for target, part, shape in zip(targets, parts, shapes, strict=True):
             target[name] = (part.long() if name == "labels" else part).view(shape)

@@ -233,7 +233,9 @@ class Collector:
         return DetectSamples(name, categories, files, rows, self.note(name), self.with_masks, objects=objects)
 
     def note(self, name: str) -> str:
-        """What was left out."""
+        """What was left out, and whether that leaves anything to learn."""
         why = {"outside their image or of no area": self.outside, "without a mask": self.shapeless}
         parts = [f"{count:,} {'box' if count == 1 else 'boxes'} {what}" for what, count in why.items() if count]
-        return f"{name}: left out {' and '.join(parts)}" if parts else ""
+        told = [f"left out {' and '.join(parts)}"] if parts else []
+        told += [] if self.boxes else ["no object is left on any image" if parts else "no object is on any image"]
+        return f"{name}: {'; '.join(told)}" if told else ""

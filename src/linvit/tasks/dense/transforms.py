@@ -1,7 +1,8 @@
 """How an annotated image becomes a model's input: resized, cut, mirrored, with its boxes and masks in step.
 
 Randomness comes from PyTorch's global generator, as in torchvision; who wants the same picture again seeds it
-(`loading` does). Pixels stay uint8 here: they travel so, and are normalised and padded on the device.
+(`loading` does). Pixels stay uint8 here: they travel so, and on the device their colours vary, which took most of a
+worker's time, and they are normalised and padded.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ RESIZES = ("square", "longest", "shortest")
 LEAST = 1.0  # pixels that a box must be wide and tall to be learnt
 AT_ONCE = 2**27  # pixels of maps that are brought to an image's size together, half a gigabyte
 BRIGHTNESS, CONTRAST, SATURATION, HUE = (0.875, 1.125), (0.5, 1.5), (0.5, 1.5), (-0.05, 0.05)  # as SSD varies colours
+OF_THE_IMAGE = ("size", "colours")  # what a target says of the image, not of an object
 
 Parts = dict[str, Tensor]  # image, boxes and masks of a sample, as torchvision's tensors that know what they are
 
@@ -81,8 +83,9 @@ class TransformSettings:
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """An image and what is to be learnt of it, drawn anew at each call. Crowds are left out, as torchvision's reference
-    leaves them; difficult objects stay in, for without them they would be learnt as background."""
+    """An image and what is to be learnt of it, drawn anew at each call; how its colours are to vary comes with them, as
+    `colours`. Crowds are left out, as torchvision's reference leaves them; difficult objects stay in, for without them
+    they would be learnt as background."""
 
     settings: TransformSettings
 
@@ -99,10 +102,10 @@ class TrainTransform:
             parts = each(parts, lambda part: F.crop(part, *cut))
         if chance(settings.flip):
             parts = each(parts, F.horizontal_flip)
-        if settings.photometric:
-            parts["image"] = distort(parts["image"])
         image = parts["image"].as_subclass(Tensor)
         target: Target = {"size": torch.tensor(image.shape[-2:])}
+        if settings.photometric:
+            target["colours"] = draw_colours()
         if "boxes" not in parts:
             return image, {**target, "labels": parts["masks"][0].as_subclass(Tensor).long()}
         boxes = parts["boxes"].as_subclass(Tensor)
@@ -111,7 +114,7 @@ class TrainTransform:
         if "masks" in parts:
             target["masks"] = parts["masks"].as_subclass(Tensor)
             kept &= (target["masks"].flatten(1) > 0).any(1)
-        return image, {name: value if name == "size" else value[kept] for name, value in target.items()}
+        return image, {name: value if name in OF_THE_IMAGE else value[kept] for name, value in target.items()}
 
 
 @dataclass(frozen=True)
@@ -219,15 +222,17 @@ def draw_cut(size: Size, most: int) -> tuple[int, int, int, int]:
     return top, left, height, width
 
 
-def distort(image: Tensor) -> Tensor:
-    """Other colours: each change with a chance of one half, contrast before or after the others."""
+def draw_colours() -> Tensor:
+    """How colours are to vary, `(5,)` for `colours.vary`: factors of brightness, contrast, saturation, a shift of hue,
+    and a factor of contrast again, which varies before or after the others. Each change has a chance of one half."""
     early = chance(0.5)
-    steps = [(F.adjust_brightness, BRIGHTNESS), (F.adjust_saturation, SATURATION), (F.adjust_hue, HUE)]
-    steps.insert(1 if early else 3, (F.adjust_contrast, CONTRAST))
-    for step, span in steps:
+    steps = [("brightness", BRIGHTNESS), ("saturation", SATURATION), ("hue", HUE)]
+    steps.insert(1 if early else 3, ("contrast" if early else "late", CONTRAST))
+    drawn = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0, "late": 1.0}
+    for name, span in steps:
         if chance(0.5):
-            image = step(image, uniform(span))
-    return image
+            drawn[name] = uniform(span)
+    return torch.tensor(list(drawn.values()))
 
 
 def uniform(span: tuple[float, float]) -> float:

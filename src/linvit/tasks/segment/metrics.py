@@ -76,15 +76,19 @@ class SegmentationMeter:
 
     def add(self, predictions: Iterable[Tensor], truths: Iterable[Tensor]) -> None:
         """Judge some images by the label of each pixel, `(height, width)`, that was chosen and that is true. What is no
-        category counts as nothing chosen."""
+        category counts as nothing chosen. Counting is done on the host, and the device is waited for once."""
+        labels, chosen = [], []
         for found, truth in zip(predictions, truths, strict=True):
+            truth = truth.cpu()
             self.refuse_strangers(truth)
             if found.shape != truth.shape:
                 given = f"predicted labels of {tuple(found.shape)} do not fit the truth of {tuple(truth.shape)}"
                 raise LinvitError(f"{given}: bring them to its size")
             known = (found >= 0) & (found < len(self.categories))
-            chosen = torch.where(known, found.long(), len(self.categories))
-            self.counts.to(found.device).update(chosen, truth.to(found.device, torch.long))
+            chosen.append(torch.where(known, found, len(self.categories)).to(torch.uint8).flatten())
+            labels.append(truth.flatten().long())
+        if labels:
+            self.counts.update(torch.cat(chosen).cpu().long(), torch.cat(labels))
 
     def refuse_strangers(self, truth: Tensor) -> None:
         strange = truth[(truth != IGNORED) & ((truth < 0) | (truth >= len(self.categories)))]
