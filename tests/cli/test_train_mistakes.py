@@ -141,6 +141,13 @@ def test_two_runs_in_one_folder(linvit: Linvit, tmp_path: Path, monkeypatch: pyt
     assert linvit(*args).code == 0
 
 
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_a_model_that_is_not_there_is_told_before_its_data(linvit: Linvit, tmp_path: Path, verb: str) -> None:
+    (tmp_path / "Annotations").mkdir()  # as of VOC, which no class folder is
+    refused = linvit(verb, "runs/typo/best", f"--data={tmp_path}", *(["-o", str(tmp_path / "run")] * (verb == "train")))
+    assert refused.code == 2 and "model 'runs/typo/best': there is no such folder" in refused.err, refused.err
+
+
 @pytest.mark.parametrize("name", ["last", "checkpoints"])
 def test_a_file_in_the_way_is_found_first(linvit: Linvit, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")

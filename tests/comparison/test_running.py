@@ -25,6 +25,7 @@ from linvit.comparison.scheduling.store import Store
 from linvit.conversion import load
 from linvit.errors import LinvitError
 from linvit.training.config import Config
+from linvit.training.engine.stopping import Stopped
 from linvit.training.recipes import RECIPES, recipe
 from tests.comparison.jobs import without_timings
 from tests.comparison.small import PLAIN, jobs
@@ -101,6 +102,25 @@ def test_the_same_result_whatever_ran_before(tmp_path: Path) -> None:
     assert without_timings(resumed) == alone
     late = execute(second, store, device="cpu")  # killed after the last step, before the result was written
     assert without_timings(late) == alone
+
+
+def test_told_to_stop_it_leaves_what_it_has(tmp_path: Path) -> None:
+    """However long ago the last checkpoint was: workers are told by SIGTERM when a comparison is stopped."""
+    (job,) = jobs("stella", settings=("checkpoint_seconds=1000", "log_steps=1"))
+    store = Store(tmp_path)
+
+    def stop(record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with pytest.raises(Stopped):
+        execute(job, store, device="cpu", watch=stop)
+    running.SHARED = Shared()
+    seen: list[dict[str, Any]] = []
+    resumed = execute(job, store, device="cpu", watch=seen.append)
+    assert any("resumed after step 3" in record.get("text", "") for record in seen)
+    assert without_timings(resumed) == without_timings(execute(job, Store(tmp_path / "whole"), device="cpu"))
 
 
 def test_a_second_seed_of_a_drop_path_that_grows(tmp_path: Path) -> None:

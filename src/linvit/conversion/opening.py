@@ -70,10 +70,16 @@ def open_folder(folder: Path, args: dict[str, Any], weights: bool) -> nn.Module:
     return load(folder)
 
 
+def check_name(name: str, what: str = "model") -> None:
+    """Raise where a name is no folder, none of timm's models and none that may be on the hub."""
+    known = Path(name).is_dir() or ":" in name or timm.is_model(name.split(".")[0]) or repository(name) is not None
+    if not known:
+        raise unknown_model(what, name, timm.list_models())
+
+
 def create_model(name: str, pretrained: bool, args: dict[str, Any], what: str, instead: str) -> nn.Module:
     """timm's model; whatever keeps it from being built or fetched is one line."""
-    if ":" not in name and not timm.is_model(name.split(".")[0]):
-        raise unknown_model(what, name, timm.list_models())
+    check_name(name, what)
     if pretrained:
         from huggingface_hub.utils import logging
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from linvit.conversion import Plan, open_model
 from linvit.conversion.hub.fetching import CONFIG, fetch_model, kind_in, repository
+from linvit.conversion.opening import check_name
 from linvit.conversion.rebuilding import hugging
 from linvit.conversion.saving import SavedConfig, read_config
 from linvit.errors import LinvitError
@@ -84,7 +85,10 @@ class Kind:
 
 
 def kind_of(model: Model, task: str = "", head: str = "", pyramid: str = "") -> Kind:
-    """The kind that a user means: by the model where that is a detector or segmenter, else by --task and --head."""
+    """The kind that a user means: by the model where that is a detector or segmenter, else by --task and --head. A
+    model that is not there is told before its images are looked for."""
+    if not isinstance(model, nn.Module):
+        check_name(str(model))
     known = head_of(model)
     if known and (head or pyramid):
         raise LinvitError(f"{described(model)} has its head, {known}: leave --head and --pyramid out")

@@ -103,7 +103,7 @@ class Engine:
                 self.note(text)
             self.stepper = Stepper(self.processes, self.model, self.config, self.meters, self.note)
             batches = self.batches(self.step)
-            kept = self.output.folder is not None and self.output.models
+            kept = self.output.folder is not None
             with self.stop.heard(kept), without_cudnn_attention(), repeatable(self.config.deterministic):
                 if restored is None:
                     self.evaluate()  # what conversion left, before anything is learnt

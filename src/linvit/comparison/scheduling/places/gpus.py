@@ -21,6 +21,7 @@ import torch
 from linvit.comparison.description.job import Job
 from linvit.comparison.scheduling.places.place import Execute, Hear, Place, TimingSlot, attempt
 from linvit.comparison.scheduling.store import Store
+from linvit.training.engine.stopping import Stopped
 
 TICK = 0.5  # seconds to wait for word from a worker
 PATIENCE = 15.0  # seconds for a worker to stop when asked to
@@ -112,11 +113,12 @@ class WorkerProcess:
 
 
 def serve(pipe: Connection, execute: Execute, folder: str, device: str) -> None:
-    """A worker's life: one job after another, for as long as its parent lives."""
+    """A worker's life: one job after another, for as long as its parent lives. Told to stop, a training writes its
+    checkpoint first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then stops us
     threading.Thread(target=end_with_parent, daemon=True, name="parent").start()
     store = Store(folder)
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError, Stopped):
         while True:
             job, shared = pipe.recv()
             pipe.send(attempt(job, store, execute, device=device, shared=shared, watch=pipe.send))
