@@ -35,6 +35,20 @@ def same(a: nn.Module, b: nn.Module, image: torch.Tensor) -> bool:
     return torch.equal(a.eval()(image), b.eval()(image))
 
 
+def test_a_compiled_model_is_converted_where_it_is(tmp_path: Path) -> None:
+    model = DEIT.build().eval()
+    compiled, image = torch.compile(model, backend="eager"), DEIT.image()
+    with torch.no_grad():
+        before = compiled(image)
+    report = linvit.convert(compiled, "stella")
+    assert [layer.name for layer in report.layers] == ["blocks.0.attn", "blocks.1.attn"]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(image), model(image))
+        assert not torch.allclose(compiled(image), before)
+    linvit.save(compiled, tmp_path)
+    assert same(load(tmp_path), model, image)
+
+
 def test_every_family_in_a_fresh_process(tmp_path: Path) -> None:
     expected = {}
     built = [family for family in FAMILIES if family.trim is None]

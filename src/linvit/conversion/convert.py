@@ -81,6 +81,7 @@ def convert(
         given = repr(model) if isinstance(model, str) else type(model).__name__
         hint = f": build it with timm.create_model({given}, pretrained=True)" if isinstance(model, str) else ""
         raise LinvitError(f"convert takes a model, not {given}{hint}")
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper sees the change and compiles anew
     named = names_to_drop(drop)
     plan, measured, studied = as_plan(plan, **options), None, None
     hosts = find_hosts(model)
