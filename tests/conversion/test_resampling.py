@@ -184,4 +184,6 @@ def test_mistakes_are_one_line() -> None:
     }.items():
         with pytest.raises(LinvitError, match=message):
             attempt()
+    assert swinv2.layers[0].blocks[0].window_size == (8, 8)
+    assert swinv2.eval()(torch.randn(1, 3, 256, 256)).shape == (1, 1000), "it is as it was"
     assert vit.patch_embed.patch_size == (16, 16)

@@ -6,6 +6,7 @@ as nearly as can be like the old one answers the patch itself. Resizing the kern
 and blur it. Position tables are interpolated bicubically, with antialiasing. timm has both.
 """
 
+import copy
 import inspect
 import warnings
 from typing import Any
@@ -71,7 +72,8 @@ def resize(model: Any, **sizes: Any) -> None:
     grid, table = model.patch_embed.grid_size, getattr(model, "pos_embed", None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="timm.layers.interpolate")  # how it indexes is not the user's matter
-        try:
+        try:  # on a twin with the same parameters first, for a model that refuses half way is spoilt
+            copy.deepcopy(model, {id(p): p for p in model.parameters()}).set_input_size(**sizes)
             model.set_input_size(**sizes)
         except (AssertionError, RuntimeError, ValueError) as error:
             (height, width), windows = sizes["img_size"], sizes.get("window_size")
