@@ -22,6 +22,7 @@ from linvit.conversion.refusing import told
 from linvit.errors import LinvitError, unknown
 
 MODES = ("eager", "compiled", "graph")
+PATIENCE = 30_000  # milliseconds that settling a doubt may take, but for five turns of a slow model
 DOUBT = 0.03  # a whole model's time may be off what its layers promise by this share of it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -142,7 +143,8 @@ def time_models(
         calls = [clock.record([call]) for call in calls]
     one, other = clock.by_turns(calls, setting.device, budget=5 * setting.budget, least=5)
     if saved is not None and (other.low >= one.low or abs(one.low - other.low - saved) > DOUBT * one.low):
-        one, other = clock.by_turns(calls, setting.device, budget=15 * setting.budget, least=15)
+        turns = max(5, min(15, int(PATIENCE / (one.low + other.low))))
+        one, other = clock.by_turns(calls, setting.device, budget=15 * setting.budget, least=turns)
     return one.low, other.low
 
 
