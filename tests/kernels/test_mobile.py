@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linvit.attention import Size, TokenGrid, create_attention
 from linvit.errors import LinvitError
-from linvit.kernels.mobile import cut_of, mobile, why_not
+from linvit.kernels import mobile as launches
+from linvit.kernels.mobile import cut_of, mobile, together_of, why_not
 from tests.kernels.conftest import ON_GPU
 
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 6e-3}
@@ -71,20 +74,57 @@ def test_values_of_another_width(device: torch.device, value_dim: int) -> None:
     check(q, k, draw(device, torch.float32, 1, 2, 19, value_dim, seed=2), 2, "poster")
 
 
+@pytest.fixture(params=[True, False], ids=["together", "apart"])
+def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Flows and keys in one launch, or in two as where a token has too many channels."""
+    if not request.param:
+        monkeypatch.setattr(launches, "TOGETHER", (0, 0))
+    launches.prepare_forward.cache_clear()
+    yield request.param
+    launches.prepare_forward.cache_clear()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_key_mask_and_chunks(device: torch.device, variant: str) -> None:
+def test_key_mask_and_chunks(device: torch.device, variant: str, together: bool) -> None:
     """Enough tokens for several chunks, some of them without a single key."""
     mask = draw(device, torch.float32, 2, 140) > -0.5
     mask[0, :80] = False
     check(*(draw(device, torch.float32, 2, 1, 140, 8, seed=s) for s in range(3)), 2, variant, mask)
-    assert cut_of(2, 8, 8, 140, 2, 4).chunks > 1
+    cut = cut_of(2, 8, 8, 140, 2, 4)
+    found = together_of(cut, 2, 8, 140, 4)
+    assert cut.chunks > 1 and (found is not None and found[0].chunks > 2 if together else found is None)
 
 
-def test_a_head_that_wins_everywhere_does_not_overflow(device: torch.device) -> None:
-    q, k, v = (draw(device, torch.float32, 1, 4, 12, 64, seed=s) for s in range(3))
+@pytest.mark.parametrize("tokens, begin", [(12, 0), (40, 32)], ids=["everywhere", "late"])
+def test_a_head_that_wins_does_not_overflow(
+    device: torch.device, tokens: int, begin: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late: the last of three chunks has a level near 128, the others lower ones; combined two at a time."""
+    monkeypatch.setattr(launches, "AT_ONCE", (4, 4))
+    q, k, v = (draw(device, torch.float32, 1, 4, tokens, 64, seed=s) for s in range(3))
     k -= 30
-    k[:, 0, :, :2] += 60  # Ō of the first small head is near their number, 128, and exp(128) is infinite in float32
+    k[:, 0, begin // 2 :, :2] += 5
+    k[:, 0, begin:, :2] += 60  # Ō of the first small head is near their number, 128, whose exp is infinite in float32
     check(q, k, v, 2, "poster", limit=1e-3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("heads, dim", [(3, 32), (5, 18)])
+def test_a_rest_of_channels(device: torch.device, heads: int, dim: int, variant: str, together: bool) -> None:
+    """Pieces of 32 channels, and 26 more in a piece of their own that they do not fill."""
+    check(*(draw(device, torch.float32, 2, heads, 11, dim, seed=s) for s in range(3)), 2, variant)
+
+
+def test_many_chunks_are_combined(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than a program takes at a time, and more than the queries' programs take."""
+    inputs = [draw(device, torch.float32, 1, 1, 300, 8, seed=s) for s in range(3)]
+    for inside in (launches.INSIDE, 1):
+        for name, number in (("INSIDE", inside), ("AT_ONCE", (4, 4)), ("TOGETHER", (0, 0))):
+            monkeypatch.setattr(launches, name, number)
+        launches.prepare_forward.cache_clear()
+        assert cut_of(1, 8, 8, 300, 2, 4).chunks > 2
+        check(*inputs, 2, "poster")
+    launches.prepare_forward.cache_clear()
 
 
 def test_packed_projection_gets_one_gradient(device: torch.device) -> None:

@@ -4,7 +4,7 @@ q, k and v are a host's `(batch, heads, tokens, head_dim)` in any strides; their
 Sums are in float32 and in fixed order: the same inputs give the same bits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,12 @@ BLOCK = 32  # tokens of a chunk of theirs are a multiple of this
 SPLIT = 2  # programs for each processor that tokens are split for
 WAVES = 8  # programs for each processor that are enough where a program can also take more tokens
 LEAST = 1e-12  # of eps: heads that only fill a tile have no other flow, and the kernels divide by two at once
-INSIDE = 8  # chunks up to which the queries' programs combine them themselves
+INSIDE = 40  # chunks up to which the queries' programs combine them themselves
+AT_ONCE = 128, 32  # of them that a program loads, times a small head's channels: where programs are few, and many
+TOGETHER = 768, 2  # channels, and a small head's values, up to which one launch for flows and keys has the registers
+FEW = 1024  # tokens up to which it is best for a single image, too
+RESIDENT = 3  # of its programs run on a processor at once, by
+REGISTERS = 168  # registers of a thread
 
 
 class Options(NamedTuple):
@@ -86,7 +91,7 @@ def tiles_of(which: str, channels: int) -> Tiles:
     if which == "inputs":
         warps = max(1, power_of_two(-(-channels // 384)))
         return Tiles(max(1, 4 // warps), max(4, warps), wide=256 * warps)
-    return {"keys": Tiles(32, 4, 3), "queries": Tiles(64, 4), "state": Tiles(32, 4, 3)}[which]
+    return {"keys": Tiles(32, 4, 3), "queries": Tiles(16, 4), "state": Tiles(32, 4, 3)}[which]
 
 
 def pieces(channels: int, small: int, wide: int) -> tuple[int, int, int]:
@@ -106,6 +111,22 @@ def cut_of(batch: int, channels: int, value_channels: int, tokens: int, small: i
     return Cut(small, value_width, heads, group, -(-tokens // chunk), chunk)
 
 
+def together_of(cut: Cut, batch: int, channels: int, tokens: int, processors: int) -> tuple[Cut, Tiles] | None:
+    """How flows and keys are cut where one launch does both, with all heads of a token; None where two are better.
+
+    A thread has 24 channels of a token at most, and as few threads as that allows add them up.
+    """
+    if channels > TOGETHER[0] or cut.value_width > TOGETHER[1] or (tokens > FEW and batch * INSIDE < processors):
+        return None
+    wide = min(256, max(cut.width, power_of_two(-(-channels // 3))))
+    block = min(32, 1024 // wide)
+    warps = 8 if batch * -(-tokens // block) < SPLIT * processors else 4
+    block *= warps // 4
+    chunks = max(1, min(INSIDE, RESIDENT * processors // batch))
+    chunk = -(-tokens // (chunks * block)) * block
+    return replace(cut, chunks=-(-tokens // chunk), chunk=chunk), Tiles(block, warps, wide=wide)
+
+
 def dense(strides: Strides, head_dim: int) -> int:
     """What the kernels divide a channel's number by: nothing, where heads lie side by side as one."""
     return 0 if strides[1] == head_dim * strides[3] else head_dim
@@ -114,46 +135,64 @@ def dense(strides: Strides, head_dim: int) -> int:
 @launch_cache
 def prepare_forward(
     signature: tuple[Any, ...], mask_strides: Strides | None, options: Options, out_strides: Strides
-) -> tuple[Cut, Launch, Launch, Launch | None, Launch]:
-    """The kernels of the flows, the keys, the combination of many chunks and the queries."""
-    from linvit.kernels.mobile import kernels
+) -> tuple[Cut, tuple[Launch, ...], Launch | None, Launch]:
+    """The kernels of the flows and the keys, in one or two launches, the combination of many chunks and the queries."""
+    from linvit.kernels.mobile import kernels, sources
+    from linvit.kernels.mobile import queries as of_queries
 
     q, _, v, q_strides, k_strides, v_strides, dtype, *_, device, _, _ = signature
     batch, tokens, head_dim, value_dim = q[0], q[2], q[3], v[3]
     channels, value_channels = q[1] * head_dim, v[1] * value_dim
     small, released, eps = options
     cut, eps = cut_of(batch, channels, value_channels, tokens, small, processors(device)), max(eps, LEAST)
+    together = together_of(cut, batch, channels, tokens, processors(device))
+    cut = cut if together is None else together[0]
     heads, size = (cut.group, cut.width, cut.value_width), cut.size + cut.heads
     _, kind, precision = fused.operands(dtype, device.type == "cpu")
     q_dim, k_dim, v_dim = (
         dense(one, dim) for one, dim in ((q_strides, head_dim), (k_strides, head_dim), (v_strides, value_dim))
     )
+    masks = mask_strides or (0, 0)
+    values: tuple[Any, ...]
 
-    unit, in_order = in_units(dtype.itemsize, q_strides, k_strides)
-    t = tiles_of("flows", channels)
-    values: tuple[Any, ...] = (*in_order, channels, tokens, eps, q_dim, k_dim, small)
-    values += (*pieces(channels, small, t.wide), t.block, unit)
-    flows = Launch(kernels.flows_kernel, (batch * -(-tokens // t.block), 1, 1), values, num_warps=t.warps)
+    if together is not None:
+        t = together[1]
+        unit, in_order = in_units(dtype.itemsize, q_strides, k_strides, v_strides)
+        values = (*in_order, *masks, batch, tokens, cut.chunk, size, eps, channels, q_dim, k_dim, v_dim)
+        values += (small, cut.value_width, *pieces(channels, small, t.wide), t.block, unit, released)
+        limit = REGISTERS if t.warps == 4 else None  # with more there is one program for a processor
+        grid = (batch * cut.chunks, 1, 1)
+        before: tuple[Launch, ...] = (Launch(sources.sources_kernel, grid, values, num_warps=t.warps, maxnreg=limit),)
+    else:
+        unit, in_order = in_units(dtype.itemsize, q_strides, k_strides)
+        t = tiles_of("flows", channels)
+        values = (*in_order, channels, tokens, eps, q_dim, k_dim, small)
+        values += (*pieces(channels, small, t.wide), t.block, unit)
+        flows = Launch(kernels.flows_kernel, (batch * -(-tokens // t.block), 1, 1), values, num_warps=t.warps)
 
-    unit, in_order = in_units(dtype.itemsize, k_strides, v_strides)
-    values = (*in_order, *(mask_strides or (0, 0)), channels, value_channels, batch, tokens, cut.chunk, size, eps)
-    t = tiles_of("keys", channels)
-    values += (k_dim, v_dim, *heads, t.block, unit, released, kind, precision)
-    grid = (batch * cut.groups, cut.chunks, 1)
-    keys = Launch(kernels.keys_kernel, grid, values, num_warps=t.warps, num_stages=t.stages)
+        unit, in_order = in_units(dtype.itemsize, k_strides, v_strides)
+        values = (*in_order, *masks, channels, value_channels, batch, tokens, cut.chunk, size, eps)
+        t = tiles_of("keys", channels)
+        values += (k_dim, v_dim, *heads, t.block, unit, released, kind, precision)
+        grid = (batch * cut.groups, cut.chunks, 1)
+        before = flows, Launch(kernels.keys_kernel, grid, values, num_warps=t.warps, num_stages=t.stages)
 
+    t = tiles_of("queries", channels)
+    programs = batch * cut.groups * -(-tokens // t.block)
+    chunk = t.block * min(16, -(-programs // processors(device)))
+    grid = (batch * cut.groups, -(-tokens // chunk), 1)
+    at_once = AT_ONCE[grid[0] * grid[1] > SPLIT * processors(device)] // min(small, cut.value_width)
+    at_once = min(at_once, power_of_two(cut.chunks))
     combine = None
     if cut.chunks > INSIDE:
-        values = (channels, batch, cut.chunks, size, cut.size, float(tokens), *heads)
-        combine = Launch(kernels.combine_kernel, (batch * cut.groups, 1, 1), values, num_warps=1)
+        values = (channels, batch, cut.chunks, size, cut.size, float(tokens), *heads, at_once)
+        combine = Launch(of_queries.combine_kernel, (batch * cut.groups, 1, 1), values, num_warps=4)
 
     unit, in_order = in_units(dtype.itemsize, q_strides, out_strides)
-    values = (*in_order, channels, value_channels, batch, tokens, cut.chunks, size, cut.size, float(tokens), eps)
-    t = tiles_of("queries", channels)
-    values += (q_dim, *heads, t.block, unit, not released, kind, precision)
-    grid = (batch * cut.groups, -(-tokens // t.block), 1)
-    queries = Launch(kernels.queries_kernel, grid, values, num_warps=t.warps)
-    return cut, flows, keys, combine, queries
+    values = (*in_order, channels, value_channels, batch, tokens, chunk, cut.chunks, size, cut.size, float(tokens), eps)
+    values += (q_dim, *heads, t.block, unit, not released, at_once)
+    queries = Launch(of_queries.queries_kernel, grid, values, num_warps=t.warps)
+    return cut, before, combine, queries
 
 
 @launch_cache
@@ -203,12 +242,15 @@ def forward(
     (mask,) = given
     masks = None if mask is None else mask.stride()
     out = rows_like(v)
-    cut, flows, keys, combine, queries = prepare_forward(signature, masks, options, out.stride()[:3])
+    cut, before, combine, queries = prepare_forward(signature, masks, options, out.stride()[:3])
     batch, counts = q.shape[0], counts_of(mask)
     flow = torch.empty((batch, q.shape[2], 4, cut.width), dtype=torch.float32, device=q.device)
-    flows(q, k, flow)
     state, partial = flow.new_empty(batch, cut.size), flow.new_empty(cut.chunks, batch, cut.size + cut.heads)
-    keys(k, v, flow, mask, partial)
+    if len(before) == 1:
+        before[0](q, k, v, flow, mask, partial)
+    else:
+        before[0](q, k, flow)
+        before[1](k, v, flow, mask, partial)
     if combine is not None:
         combine(partial, state, counts)
     queries(q, flow, None if combine else partial, state, counts, out)

@@ -1,4 +1,4 @@
-"""Triton code of Mobile-Attention's backward pass; the forward pass and the shared pieces are in kernels.py.
+"""Triton code of Mobile-Attention's backward pass; the shared pieces are in kernels.py.
 
 With y = phi(q) · state, out = γ · y and γ = σ(Ī) / denominator, the competition's gradient needs Σ_n w · dw, which is
 the product of the state and its gradient: no further pass over the tokens.

@@ -1,15 +1,16 @@
-"""Triton code of Mobile-Attention: many heads of a few channels each, which compete at every token.
+"""Triton code of Mobile-Attention's flows and keys: many heads of a few channels each, which compete at every token.
 
 What couples the heads of a token is four small vectors,
 
     flow = Σ phi(k) + eps,  Σ phi(q) + eps,  Σ phi(k)/O + eps,  Σ phi(q)/I + eps      sums over heads
 
-which `flows_kernel` writes once; with them I, O, Ī and Ō of a head are dot products of its own channels, and the other
-kernels can split the heads among programs. Only the last step of the backward pass needs all heads of a token again.
+which are written once; with them I, O, Ī and Ō of a head are dot products of its own channels, and the other kernels
+can split the heads among programs. Only the last step of the backward pass needs all heads of a token again. Where a
+token's channels are few, flows and keys are one launch instead: sources.py.
 
-Heads this small leave nothing for a matrix unit each, but a group of them does: its products with states are those of a
-matrix with the heads' states on its diagonal, most of which is zero, and still cost less than the multiplications one
-by one. The rest is elementwise on tiles of (tokens, heads, channels) in float32, and what counts is instructions.
+Heads this small leave nothing for a matrix unit each, but a group of them does where sums run over tokens: the products
+are those of all channels with all values, with the heads' states on the diagonal. The rest is elementwise on tiles of
+(tokens, heads, channels) in float32, and what counts is instructions.
 """
 # mypy: disable-error-code="no-untyped-def, assignment"
 
@@ -56,6 +57,17 @@ def phi(x, first, heads, W: tl.constexpr, ROUGH: tl.constexpr):
 
 
 @triton.jit
+def one_of(x, NUMBER: tl.constexpr):
+    """One number of the last axis, which stays: x is where it was in registers."""
+    if x.shape[2] == 1:
+        return x
+    elif x.shape[2] == 2:
+        return tl.split(x)[NUMBER][:, :, None]
+    else:
+        return tl.sum(tl.where((tl.arange(0, x.shape[2]) == NUMBER)[None, None, :], x, 0.0), 2)[:, :, None]
+
+
+@triton.jit
 def flow_of(flow, batch, tokens, ok, count, WHICH: tl.constexpr, W: tl.constexpr):
     """One of the four vectors of each token, (tokens, 1, W)."""
     at = flow + ((batch.to(tl.int64) * count + tokens)[:, None] * 4 + WHICH) * W + tl.arange(0, W)[None, :]
@@ -92,6 +104,29 @@ def over_heads(x):
 
 
 @triton.jit
+def put_flows(flow, a, c, batch, tokens, ok, tokens_all, eps):
+    """Write the four vectors of tokens whose features are a and c, and return the last."""
+    W: tl.constexpr = a[0].shape[2]
+    of_k, of_q = over_heads(c) + eps, over_heads(a) + eps
+    least_in, least_out = eps * tl.sum(of_k, 2), eps * tl.sum(of_q, 2)
+    by_out, by_in = (), ()
+    for i in tl.static_range(len(a)):
+        incoming = tl.sum(a[i] * of_k, 2) + least_in
+        outgoing = tl.sum(c[i] * of_q, 2) + least_out
+        both = inverse(incoming * outgoing)  # one division for the two
+        by_out += (c[i] * (both * incoming)[:, :, None],)
+        by_in += (a[i] * (both * outgoing)[:, :, None],)
+    outs, ins = over_heads(by_out) + eps, over_heads(by_in) + eps
+    at = flow + (batch.to(tl.int64) * tokens_all + tokens)[:, None, None] * (4 * W) + tl.arange(0, W)[None, None, :]
+    ok = ok[:, None, None]
+    tl.store(at, of_k, mask=ok)
+    tl.store(at + W, of_q, mask=ok)
+    tl.store(at + 2 * W, outs, mask=ok)
+    tl.store(at + 3 * W, ins, mask=ok)
+    return ins
+
+
+@triton.jit
 def flows_kernel(q, k, flow, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, channels, tokens_all, eps,
                  QD: tl.constexpr, KD: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, PIECES: tl.constexpr,
                  REST: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
@@ -104,21 +139,7 @@ def flows_kernel(q, k, flow, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, channels, t
     k_b, k_h, k_n = strides(k_b, k_h, k_n, UNIT)
     a = features(q, batch, tokens, ok, q_b, q_h, q_n, q_d, channels, QD, W, WIDE, PIECES, REST)
     c = features(k, batch, tokens, ok, k_b, k_h, k_n, k_d, channels, KD, W, WIDE, PIECES, REST)
-    of_k, of_q = over_heads(c) + eps, over_heads(a) + eps
-    least_in, least_out = eps * tl.sum(of_k, 2), eps * tl.sum(of_q, 2)
-    by_out, by_in = (), ()
-    for i in tl.static_range(len(a)):
-        incoming = tl.sum(a[i] * of_k, 2) + least_in
-        outgoing = tl.sum(c[i] * of_q, 2) + least_out
-        both = inverse(incoming * outgoing)  # one division for the two
-        by_out += (c[i] * (both * incoming)[:, :, None],)
-        by_in += (a[i] * (both * outgoing)[:, :, None],)
-    at = flow + (batch.to(tl.int64) * tokens_all + tokens)[:, None, None] * (4 * W) + tl.arange(0, W)[None, None, :]
-    ok = ok[:, None, None]
-    tl.store(at, of_k, mask=ok)
-    tl.store(at + W, of_q, mask=ok)
-    tl.store(at + 2 * W, over_heads(by_out) + eps, mask=ok)
-    tl.store(at + 3 * W, over_heads(by_in) + eps, mask=ok)
+    put_flows(flow, a, c, batch, tokens, ok, tokens_all, eps)
 
 
 @triton.jit
@@ -234,54 +255,6 @@ def keys_kernel(k, v, flow, mask, partial, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_
 
 
 @triton.jit
-def combined(partial, batch, first, channels, batches, chunks, size, count, M: tl.constexpr, W: tl.constexpr,
-             V: tl.constexpr):  # fmt: skip
-    """The chunks' states into one, in order: state, divided by the softmax's total, sums, and the softmax's level."""
-    heads = channels // W
-    state = tl.zeros([M, W, V], tl.float32)
-    sums = tl.zeros([M, W], tl.float32)
-    total = tl.zeros([M], tl.float32)
-    top = tl.zeros([M], tl.float32)
-    for number in tl.range(0, chunks):
-        at = partial + (number * batches + batch).to(tl.int64) * size
-        state_ptr, sums_ptr, there = state_at(at, first, heads, W, V, M)
-        ends = at + heads * W * (V + 1) + first // W + tl.arange(0, M)
-        theirs = tl.load(ends, mask=there, other=0.0)
-        higher = tl.maximum(top, theirs)
-        ours, other = exp(top - higher), exp(theirs - higher)
-        more = tl.load(state_ptr, mask=there[:, None, None], other=0.0)
-        state = state * ours[:, None, None] + more * other[:, None, None]
-        sums += tl.load(sums_ptr, mask=there[:, None], other=0.0)
-        total = total * ours + tl.load(ends + heads, mask=there, other=1.0) * other
-        top = higher
-    return state * (count / total)[:, None, None], sums, top + tl.log(total)
-
-
-@triton.jit
-def finish_state(final, batch, first, channels, size, state, sums, level):
-    M: tl.constexpr = state.shape[0]
-    W: tl.constexpr = state.shape[1]
-    V: tl.constexpr = state.shape[2]
-    here = final + batch.to(tl.int64) * size
-    state_ptr, sums_ptr, there = state_at(here, first, channels // W, W, V, M)
-    tl.store(state_ptr, state, mask=there[:, None, None])
-    tl.store(sums_ptr, sums, mask=there[:, None])
-    tl.store(here + channels * (V + 1) + first // W + tl.arange(0, M), level, mask=there)
-
-
-@triton.jit
-def combine_kernel(partial, final, counts, channels, batches, chunks, size, final_size, count,
-                   M: tl.constexpr, W: tl.constexpr, V: tl.constexpr):  # fmt: skip
-    """Where there are many chunks; otherwise the queries' programs do it, each again."""
-    groups = tl.cdiv(channels, M * W)
-    batch, first = tl.program_id(0) // groups, tl.program_id(0) % groups * (M * W)
-    if counts is not None:
-        count = tl.load(counts + batch)
-    state, sums, level = combined(partial, batch, first, channels, batches, chunks, size, count, M, W, V)
-    finish_state(final, batch, first, channels, final_size, state, sums, level)
-
-
-@triton.jit
 def gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM: tl.constexpr, W: tl.constexpr,
             ROUGH: tl.constexpr):  # fmt: skip
     """σ(Ī) and the inverse of the denominator, (tokens, heads) each."""
@@ -291,34 +264,3 @@ def gate_of(a, flow, batch, tokens, ok, tokens_all, sums, eps, ROW_SUM: tl.const
         return gate, inverse(tl.sum(a * sums, 2) + eps)
     of_k = flow_of(flow, batch, tokens, ok, tokens_all, 0, W)
     return gate, inverse(tl.sum(a * of_k, 2) + eps * tl.sum(of_k, 2))
-
-
-@triton.jit
-def queries_kernel(q, flow, partial, final, counts, out, q_b, q_h, q_n, q_d, o_b, o_h, o_n, channels, value_channels,
-                   batches, tokens_all, chunks, size, final_size, count, eps,
-                   QD: tl.constexpr, M: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-                   UNIT: tl.constexpr, ROW_SUM: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """The output of M heads at BLOCK tokens. Without `partial` the state is final already."""
-    groups = tl.cdiv(channels, M * W)
-    batch, first = tl.program_id(0) // groups, tl.program_id(0) % groups * (M * W)
-    heads = channels // W
-    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = tokens < tokens_all
-    q_b, q_h, q_n = strides(q_b, q_h, q_n, UNIT)
-    o_b, o_h, o_n = strides(o_b, o_h, o_n, UNIT)
-    ROUGH: tl.constexpr = rough(q.dtype.element_ty)
-    a = phi(tile(q, batch, tokens, ok, q_b, q_h, q_n, q_d, first, channels, QD, M, W), first, heads, W, ROUGH)
-    if partial is None:
-        state_ptr, sums_ptr, there = state_at(final + batch.to(tl.int64) * final_size, first, heads, W, V, M)
-        state = tl.load(state_ptr, mask=there[:, None, None], other=0.0)
-        sums = tl.load(sums_ptr, mask=there[:, None], other=0.0)
-    else:
-        if counts is not None:
-            count = tl.load(counts + batch)
-        state, sums, level = combined(partial, batch, first, channels, batches, chunks, size, count, M, W, V)
-        if tl.program_id(1) == 0:
-            finish_state(final, batch, first, channels, final_size, state, sums, level)
-    gate, below = gate_of(a, flow, batch, tokens, ok, tokens_all, sums[None, :, :], eps, ROW_SUM, W, ROUGH)
-    weighed = tl.reshape(a * (gate * below)[:, :, None], [BLOCK, M * W]).to(KIND)
-    y = tl.dot(weighed, spread(state).to(KIND), input_precision=PRECISION)
-    put(out, batch, tokens, ok, o_b, o_n, first // W * V, value_channels, y)
