@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures what results/ holds for one GPU: benchmarks/measure.sh FOLDER NAME [warm] [PART…]
 # NAME, such as h200, ends the files' names. PART is one or some of
-#   kernels   the papers' mechanisms beside SDPA on the shapes of the preset `kernels`
+#   kernels   the papers' mechanisms, QT-ViT's with its shortcut too, beside SDPA on the shapes of the preset `kernels`
 #   models    ViT-B, DINOv2-B, SigLIP So400m, DeiT-S and Swin-T, compiled, beside their softmax
 #   auto      what the plan auto converts of ten models, and what that buys
 #   dense     detectors and segmenters on ViT-Tiny at 448 and 1,024 pixels, backbone and neck compiled, beside their softmax
@@ -35,11 +35,16 @@ bench() { # result, then the command; a result that is finished is left alone
   fi
 }
 
+# result's short name, then a mechanism with its options
+kernels() {
+  bench "op-$1-kernels" op -m "${@:2}" --preset kernels --budget 0.02 \
+    --compared "$([ "$warm" ] && echo ours || echo ours,sdpa)"
+}
 if part kernels; then
   for mechanism in castling qt efficient mobile relu_linear stella relu_quadratic angular elu_linear; do
-    how=(op -m $mechanism --preset kernels --budget 0.02)
-    bench op-$mechanism-kernels "${how[@]}" --compared "$([ "$warm" ] && echo ours || echo ours,sdpa)"
+    kernels $mechanism $mechanism
   done
+  kernels qt-shortcut qt --option shortcut=true
 fi
 
 # model's short name, then words of the command

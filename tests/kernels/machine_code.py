@@ -24,6 +24,7 @@ from linvit.kernels import angular as angular_launch
 from linvit.kernels import linear as linear_launch
 from linvit.kernels import local as local_launch
 from linvit.kernels import mobile as mobile_launch
+from linvit.kernels import norm_gelu as norm_gelu_launch
 from linvit.kernels import relu_quadratic as relu_quadratic_launch
 from linvit.kernels import xca as xca_launch
 from linvit.kernels.fused import MEMORY, Launch, signature_of, unpack
@@ -32,7 +33,7 @@ from linvit.kernels.mobile import Options
 
 PROCESSORS = 132
 DISASSEMBLER = Path(triton.__path__[0], "backends", "nvidia", "bin", "nvdisasm")
-LAUNCHERS = (linear_launch, local_launch, mobile_launch, relu_quadratic_launch, xca_launch)
+LAUNCHERS = (linear_launch, local_launch, mobile_launch, norm_gelu_launch, relu_quadratic_launch, xca_launch)
 
 
 class Chip:
@@ -70,6 +71,7 @@ def recorded(memory: int = MEMORY) -> Iterator[Recorder]:
     """Launches inside are planned for a large chip with so much shared memory, noted, and not done."""
     made = Recorder()
     caches = (linear_launch.prepare, relu_quadratic_launch.prepare, local_launch.prepare, xca_launch.prepare)
+    caches += (norm_gelu_launch.prepare_moments, norm_gelu_launch.prepare_add, norm_gelu_launch.prepare_gradient)
     for cache in (*caches, angular_launch.prepare, mobile_launch.prepare_forward, mobile_launch.prepare_backward):
         cache.cache_clear()
     with ExitStack() as patches:
@@ -140,9 +142,9 @@ def angular(
     return found
 
 
-def mobile(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+def mobile(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int, small: int) -> Recorder:
     q, k, v, dq, dk, dv = rows(dtype, batch, heads, tokens, dim)
-    options = Options(dim, False, 1e-6)
+    options = Options(small, False, 1e-6)
     with recorded() as found:
         out, *saved = mobile_launch.forward(q, k, v, (None,), options, True, signature_of(q, k, v))
         mobile_launch.backward(torch.empty_like(out), q, k, v, dq, dk, dv, (None,), saved, options, ())
@@ -170,6 +172,22 @@ def local(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> 
     return found
 
 
+def norm_gelu(dtype: torch.dtype, batch: int, heads: int, tokens: int, dim: int) -> Recorder:
+    """What the shortcut launches beside the linear core, in training and in evaluation."""
+    (_, _, v), (_, _, dv) = (unpack(meta(dtype, batch, tokens, 3, heads, dim)) for _ in range(2))
+    out, *running = (
+        meta(dtype, batch, tokens, heads, dim).transpose(1, 2),
+        *(meta(torch.float32, dim) for _ in range(2)),
+    )
+    with recorded() as found:
+        mean, var = norm_gelu_launch.take_moments(v, *running, meta(torch.int64), 0.1)
+        for own in (True, False):
+            options = norm_gelu_launch.Options("square", 1e-15, 1e-15, True, "", 1e-5, own)
+            norm_gelu_launch.add(v, out, (mean, var, *running), options)
+            norm_gelu_launch.add_gradient(out, v, dv, (mean, var, *running), options, (True, True))
+    return found
+
+
 def memory_of(capability: int) -> int:
     """Bytes of shared memory that a program can have on a chip of this compute capability."""
     return 1024 * {80: 163, 90: 227, 100: 227}.get(capability, 99)
@@ -182,6 +200,7 @@ def build(launch: Launch, tensors: tuple[Tensor | None, ...], capability: int = 
     from triton.runtime.jit import MockTensor
 
     kinds = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.bool: tl.int1}
+    kinds[torch.int64] = tl.int64
     pointers = [None if tensor is None else MockTensor(kinds[tensor.dtype]) for tensor in tensors]
     options = {name: value for name, value in launch.options.items() if value is not None}
     with mock.patch.object(driver, "_active", Chip(capability)):

@@ -60,11 +60,10 @@ def test_filter_and_gradients(name: str, dtype: torch.dtype, device: torch.devic
         assert one.dtype == leaf.dtype and error(one, other) < (5e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_without_a_base_and_with_a_gelu(device: torch.device) -> None:
+def test_without_a_base(device: torch.device) -> None:
     grid, bias = Grid(22, 1), draw(device, torch.float32, 1, 1, WIDTH)
     v, weight = draw(device, torch.float32, 2, HEADS, 22, WIDTH), draw(device, torch.float32, 1, 1, WIDTH, 1, 1)
-    wanted = F.gelu(v * weight[0, 0, :, 0, 0] + bias[0, 0])
-    torch.testing.assert_close(filtered(v, weight, bias, grid, gelu=True), wanted)
+    torch.testing.assert_close(filtered(v, weight, bias, grid), v * weight[0, 0, :, 0, 0] + bias[0, 0])
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -86,15 +85,15 @@ def test_as_many_images_as_windows_make(device: torch.device) -> None:
     """A grid of programs has room for 65,535 in its second and third axis."""
     v = torch.empty(2**16, 3, 4, 8, device="meta")
     signature = signature_of(v, v.new_empty(1, 3, 8, 3, 3), None, None, v, Grid(2, 2))
-    launches = [prepare(signature, False, False), prepare_weight_gradient(signature, 132)[0]]
+    launches = [prepare(signature, False), prepare_weight_gradient(signature, 132)[0]]
     assert all(max(launch.grid[1:]) < 2**16 and min(launch.grid) > 0 for launch in launches)
 
 
 def test_compiles_and_passes_opcheck(device: torch.device) -> None:
     (onto, v, weight), bias, grid = tensors("grid", device, torch.float32)
-    torch.library.opcheck(torch.ops.linvit.local_filter.default, (onto, v, weight, bias, *grid, False))
+    torch.library.opcheck(torch.ops.linvit.local_filter.default, (onto, v, weight, bias, *grid))
     turned = weight.detach().mT.requires_grad_()
-    torch.library.opcheck(torch.ops.linvit.local_filter.default, (onto, v, turned, bias, *grid, False))
+    torch.library.opcheck(torch.ops.linvit.local_filter.default, (onto, v, turned, bias, *grid))
     torch._dynamo.reset()
     compiled = torch.compile(filtered, fullgraph=True, backend="aot_eager")
     leaves = (onto, v, weight)
@@ -118,9 +117,7 @@ def test_refusals(device: torch.device) -> None:
     assert why_not(v, weight) is None
     assert "float64" in str(why_not(v.double(), weight)) and "empty" in str(why_not(v[:0], weight))
     assert "too large" in str(why_not(v, weight.new_zeros(1, 1, 1, 17, 17)))
-    plain = torch.ops.linvit.local_filter(onto, v, weight, bias, *grid, False)
+    plain = torch.ops.linvit.local_filter(onto, v, weight, bias, *grid)
     for out in (filtered(v, weight, bias, grid, onto), plain):
         with pytest.raises(LinvitError, match="twice"):
             torch.autograd.grad(out.sum(), v, create_graph=True)
-    with pytest.raises(LinvitError, match="no gradient"):
-        filtered(v, weight, bias, grid, gelu=True)

@@ -72,8 +72,10 @@ KERNELS: dict[str, Callable[[torch.dtype, int, int], machine_code.Recorder]] = {
         dtype, 64, 16, 1025, dim, masked=True, memory=memory
     ),
     "xca": lambda dtype, dim, memory: machine_code.xca(dtype, 64, 16, 1025, dim, memory),
-    "mobile": lambda dtype, dim, memory: machine_code.mobile(dtype, 8, 32, 196, dim),
+    "mobile": lambda dtype, dim, memory: machine_code.mobile(dtype, 8, 32, 196, dim, dim),
+    "mobile, 768 channels": lambda dtype, dim, memory: machine_code.mobile(dtype, 1, 768 // dim, 577, dim, 2),
     "local": lambda dtype, dim, memory: machine_code.local(dtype, 8, 6, 196, dim),
+    "norm_gelu": lambda dtype, dim, memory: machine_code.norm_gelu(dtype, 8, 6, 197, dim),
 }
 
 
@@ -88,7 +90,8 @@ KERNELS: dict[str, Callable[[torch.dtype, int, int], machine_code.Recorder]] = {
      (80, FP16, "exact angular", 96), (86, FP32, "exact angular", 256), (100, BF16, "exact angular", 64),
      (120, BF16, "exact angular", 128),
      (80, FP16, "xca", 96), (86, BF16, "xca", 128), (89, FP32, "xca", 64), (120, BF16, "xca", 80),
-     (89, FP32, "mobile", 8), (86, BF16, "local", 64), (120, BF16, "local", 64)],
+     (89, FP32, "mobile", 8), (86, FP32, "mobile, 768 channels", 64), (86, BF16, "local", 64), (120, BF16, "local", 64),
+     (86, FP32, "norm_gelu", 256), (120, BF16, "norm_gelu", 72)],
 )  # fmt: skip
 def test_fits_the_shared_memory_of_other_chips(capability: int, dtype: torch.dtype, name: str, dim: int) -> None:
     """Compiled for chips that are not there, at the extremes of head sizes and types."""
@@ -121,14 +124,57 @@ def test_relu_quadratic_in_two_pieces(tmp_path: Path, dim: int) -> None:
 
 
 @compiled
-def test_angular(tmp_path: Path) -> None:
-    found = machine_code.angular(BF16, 64, 6, 197, 64)
-    assert len(found.calls) == 4 and check(found, tmp_path) > 0
+@pytest.mark.parametrize("dim", [64, 80])
+def test_angular(dim: int, tmp_path: Path) -> None:
+    """The forward kernel's registers suffice: to spill some doubles the instructions of a tile."""
+
+    def held(launch: Launch, lines: list[str]) -> None:
+        spilled = any(line.removeprefix("? ").startswith(("LDL", "STL")) for line in lines)
+        assert not spilled or launch.kernel.fn.__name__ != "forward_kernel"
+
+    found = machine_code.angular(BF16, 64, 6, 197, dim)
+    assert len(found.calls) == 4 and check(found, tmp_path, also=held) > 0
 
 
 @compiled
-def test_mobile(tmp_path: Path) -> None:
-    check(machine_code.mobile(BF16, 8, 32, 196, 4), tmp_path)
+@pytest.mark.parametrize(
+    "batch, heads, tokens, dim, small, launches",
+    [(8, 6, 197, 64, 2, 4), (32, 6, 577, 64, 2, 4), (8, 32, 196, 4, 4, 5)],
+)
+def test_mobile(batch: int, heads: int, tokens: int, dim: int, small: int, launches: int, tmp_path: Path) -> None:
+    """Flows and keys in one launch where a token's channels fit the registers; the forward pass spills none."""
+
+    def held(launch: Launch, lines: list[str]) -> None:
+        name = launch.kernel.fn.__name__
+        spilled = any(line.removeprefix("? ").startswith(("LDL", "STL")) for line in lines)
+        assert not spilled or name not in ("sources_kernel", "queries_kernel"), name
+
+    found = machine_code.mobile(BF16, batch, heads, tokens, dim, small)
+    assert len(found.calls) == launches
+    check(found, tmp_path, also=held)
+
+
+@compiled
+def test_local(tmp_path: Path) -> None:
+    """Where a token lies on the grid is divided in 32 bits: a division of 64 is a call."""
+
+    def divided(launch: Launch, lines: list[str]) -> None:
+        assert not any(line.removeprefix("? ").startswith("CALL") for line in lines), launch.kernel.fn.__name__
+
+    check(machine_code.local(BF16, 8, 6, 196, 64), tmp_path, also=divided)
+
+
+@compiled
+@pytest.mark.parametrize("dtype, dim", [(BF16, 72), (FP32, 256)], ids=str)
+def test_norm_gelu(dtype: torch.dtype, dim: int, tmp_path: Path) -> None:
+    """Values are read 16 bytes at a time, nothing is spilled, and no division is a call."""
+    found = machine_code.norm_gelu(dtype, 8, 16, 577, dim)
+    assert len(found.calls) == 7
+    for launch, tensors in found.calls.values():
+        lines, _ = machine_code.instructions(launch, tensors, tmp_path)
+        name = launch.kernel.fn.__name__
+        assert not any(line.removeprefix("? ").startswith(("LDL", "STL", "CALL")) for line in lines), name
+        assert (name.startswith("add_") and name != "add_kernel") or any("LDG.E.128" in line for line in lines), name
 
 
 @compiled

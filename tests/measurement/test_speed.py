@@ -63,6 +63,28 @@ def test_a_bias_is_measured_with_its_gradient() -> None:
         list(speed.sweep("stella", [shape], dtype="fp32", device=CPU, compared=("ours",)))
 
 
+def test_forward_is_evaluation_and_with_backward_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the batch's statistics mix is checked on the whole batch, and each row begins from the same running ones."""
+    monkeypatch.setattr(speed, "CHECKED_BYTES", 1)
+    seen: list[tuple[bool, bool]] = []
+    norm = torch.nn.BatchNorm1d.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append((self.training, bool(self.running_mean.any())))
+        return norm(self, x)
+
+    monkeypatch.setattr(torch.nn.BatchNorm1d, "forward", forward)
+    settings = {"device": CPU, "dtype": "fp32", "compared": ("ours", "reference"), "budget": 0.001}
+    for which in speed.PASSES:
+        seen.clear()
+        found = list(speed.sweep("qt", [SHAPE], passes=(which,), options={"shortcut": True}, **settings))
+        assert [row["status"] for row in found] == ["ok", "ok"], found
+        assert {training for training, _ in seen} == {which != "forward"} and not seen[0][1]
+    turned = speed.PASSES[::-1]
+    found = list(speed.sweep("qt", [SHAPE], passes=turned, options={"shortcut": True}, **settings))
+    assert [row["status"] for row in found] == ["ok"] * 4, found
+
+
 @pytest.mark.parametrize("fault", ["output", "gradient", "nan", "crash"])
 def test_a_wrong_implementation_gets_no_speed(fault: str) -> None:
     def faulty(*args: Any) -> dict[str, Callable[[], speed.Implementation]]:

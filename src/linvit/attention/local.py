@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from linvit.attention.mechanism import Call, Mechanism, Shape, Size, TokenGrid
 from linvit.errors import LinvitError
 from linvit.kernels import local as kernel
+from linvit.kernels import norm_gelu
 from linvit.kernels.fused import exporting
 from linvit.kernels.local import Grid
 
@@ -217,17 +218,27 @@ class NormShortcut(nn.Module):
     def forward(self, v: Tensor) -> Tensor:
         return F.gelu(run(self.norm, v.reshape(-1, v.shape[-1]))).reshape(v.shape)
 
+    def for_kernel(self, v: Tensor, call: Call) -> norm_gelu.Norm | None:
+        """The norm as the kernel takes it, in training with the statistics of v, by which it updates the running ones.
+        None where PyTorch's norm has to run: it is of another kind, as one of many processes, or it refuses v."""
+        norm = self.norm
+        mean, var = running = (norm.running_mean, norm.running_var)
+        if type(norm) is not nn.BatchNorm1d or not norm.affine or not call.one_grid or exporting():
+            return None
+        own = norm.training or (mean is None and var is None)
+        if (mean is None) != (var is None) or (own and v.numel() <= v.shape[-1]):
+            return None
+        if norm_gelu.why_not_norm(v, *running, norm.weight, norm.bias) is not None:
+            return None
+        if own:
+            tracked = norm.training and norm.track_running_stats
+            counted = (*running, norm.num_batches_tracked) if tracked else (None, None, None)
+            mean, var = norm_gelu.batch_moments(v, *counted, norm.momentum)
+        assert mean is not None and var is not None
+        return norm_gelu.Norm(mean, var, norm.weight, norm.bias, norm.eps, own)
+
     def add(self, out: Tensor, v: Tensor, call: Call) -> Tensor:
-        """`out` and the shortcut at the queries. In evaluation the norm is a factor and a shift, which the kernel of
-        the local branch takes as a filter of one tap."""
-        fixed = not (self.norm.training or torch.is_grad_enabled()) and call.one_grid
-        if fixed and call.kernels and out.dtype == v.dtype and not exporting():
-            assert self.norm.running_mean is not None and self.norm.running_var is not None
-            factor = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
-            weight = factor.view(1, 1, -1, 1, 1)
-            if kernel.why_not(v, weight) is None:
-                shift = (self.norm.bias - self.norm.running_mean * factor).view(1, 1, -1)
-                return kernel.filtered(v, weight, shift, Grid(call.grid.tokens, 1), out, gelu=True)
+        """`out` and the shortcut at the queries, in PyTorch."""
         return out + values_at_queries(self(v), call)
 
 

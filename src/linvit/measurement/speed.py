@@ -1,7 +1,8 @@
 """`bench op`: one mechanism's speed and memory beside SDPA, its own reference and the memory floor, in one run.
 
-Every implementation first shows that it is right, against float64; one that is not gets no time printed. Inputs are
-views of one packed `(batch, tokens, 3, heads, head_dim)` projection and the output is taken up to what the output
+Every implementation first shows that it is right, against float64; one that is not gets no time printed. Forward runs
+in evaluation mode and forward+backward in training mode, where a BatchNorm takes its statistics from the batch. Inputs
+are views of one packed `(batch, tokens, 3, heads, head_dim)` projection and the output is taken up to what the output
 projection reads, because that is what a model pays for; so is the gradient, which ends in one packed tensor.
 
 The floor counts each byte once, for E = batch · heads · tokens · head_dim elements: forward reads q, k and v and writes
@@ -102,7 +103,19 @@ class Implementation:
     attend: Attention
     exact: Attention
     parameters: tuple[Tensor, ...] = ()
+    modules: tuple[nn.Module, ...] = ()
     why_reference: Callable[[Tensor, Tensor, Tensor, Tensor], str | None] = lambda q, k, v, x: None
+
+    def set_mode(self, which: str) -> None:
+        """Evaluation for forward alone, training with backward."""
+        for module in self.modules:
+            module.train(which != "forward")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether an image's output depends on the others of its batch."""
+        inside = (part for module in self.modules for part in module.modules())
+        return any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in inside)
 
 
 def implementations(
@@ -114,8 +127,7 @@ def implementations(
     ours = create_attention(mechanism, **sizes, **options).to(device)
     plain = create_attention(mechanism, **sizes, **options, impl="reference").to(device)
     truth = create_attention(mechanism, **sizes, **options, impl="reference").to(device).double()
-    for twin in (plain, truth):
-        twin.load_state_dict(ours.state_dict())
+    start = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     if shape.bias and not ours.capabilities.bias:
         raise LinvitError(f"{mechanism} cannot honour a bias on the logits")
     size = (1, shape.heads, shape.tokens, shape.tokens)
@@ -131,11 +143,13 @@ def implementations(
     exact = partial(attend, truth)
 
     def running(module: Mechanism, compiled: bool = False) -> Implementation:
+        for one in (module, truth):  # training moves the running statistics of a norm
+            one.load_state_dict(start)
         attention: Attention = partial(attend, module)
         if compiled:
             torch._dynamo.reset()
             attention = torch.compile(attention, dynamic=False)
-        return Implementation(attention, exact, (*module.parameters(), *learned))
+        return Implementation(attention, exact, (*module.parameters(), *learned), (module, truth))
 
     return {
         "ours": lambda: replace(running(ours), why_reference=partial(ask, ours.why_reference)),
@@ -201,23 +215,23 @@ class Inputs:
         return q, k, v
 
 
-Truths = dict[Attention, tuple[Tensor, ...]]  # of one shape
+Truths = dict[tuple[Attention, str], tuple[Tensor, ...]]  # of one shape, by what is exact and the pass
 
 
 def check(
     implementation: Implementation, inputs: Inputs, shape: OpShape, which: str, truths: Truths
 ) -> dict[str, float]:
-    """Relative RMS error against float64: of the output, and of the packed gradient. Images do not mix, so a few do.
+    """Relative RMS error against float64: of the output, and of the packed gradient. If images do not mix, a few do.
 
     `truths` keeps what float64 says of a shape, for the implementations that are still to come.
     """
     per_image = 4 * shape.heads * shape.tokens * max(shape.tokens, 16 * shape.head_dim) * 8
-    some = max(1, min(shape.batch, CHECKED_BYTES // per_image))
+    some = shape.batch if implementation.mixes else max(1, min(shape.batch, CHECKED_BYTES // per_image))
     ours = inputs.call(implementation.attend, which, implementation.parameters)
-    if len(truths.get(implementation.exact, ())) < min(2, len(ours)):
-        truth = inputs.first(some).call(implementation.exact, which)
-        truths[implementation.exact] = tuple(t.detach() for t in truth[:2])
-    pairs = zip(HALF, ours, truths[implementation.exact], strict=False)
+    asked = (implementation.exact, which)
+    if asked not in truths:
+        truths[asked] = tuple(t.detach() for t in inputs.first(some).call(implementation.exact, which)[:2])
+    pairs = zip(HALF, ours, truths[asked], strict=False)
     errors = {name: relative_rms(o[:some], t) for name, o, t in pairs}
     if not all(bool(o.isfinite().all()) for o in ours[:2]):
         errors["output"] = math.inf
@@ -243,6 +257,7 @@ def measure(
     """What a row says: errors first, then times and memory, or why there are none."""
     try:
         implementation = make()
+        implementation.set_mode(which)
         inputs = Inputs.draw(shape, dtype, device, seed=0)
         errors = check(implementation, inputs, shape, which, truths)
         if any(not error <= TOLERANCES[dtype][name] for name, error in errors.items()):

@@ -177,24 +177,32 @@ def over_keys(k_in, v_in, inverse_in, q_tile, length, terms, g_tile, less, total
     """The sums of `key_tile_step` over all keys. Without a mask the last tile alone is checked for keys that are
     there."""
     sums = tl.zeros([length.shape[0]], tl.float32)
-    whole = keys // N * N if mask is None else 0
-    for _ in tl.range(0, whole, N):
-        total, sums = key_tile_step(
-            k_in, v_in, inverse_in, q_tile, length, terms, g_tile, less, total, sums, None, eps, D, VD, KIND, PRECISION
-        )
-        k_in = onward(k_in, N * UNIT * k_n)
-        v_in = onward(v_in, N * UNIT * v_n)
-        if inverse_in is not None:
-            inverse_in += N
-    for start in tl.range(whole, keys, N):
-        keep = kept(mask, start, keys, mask_n, N)
-        total, sums = key_tile_step(
-            k_in, v_in, inverse_in, q_tile, length, terms, g_tile, less, total, sums, keep, eps, D, VD, KIND, PRECISION
-        )
-        k_in = onward(k_in, N * UNIT * k_n)
-        v_in = onward(v_in, N * UNIT * v_n)
-        if inverse_in is not None:
-            inverse_in += N
+    if mask is None:
+        whole = keys // N * N
+        for _ in tl.range(0, whole, N):
+            total, sums = key_tile_step(
+                k_in, v_in, inverse_in, q_tile, length, terms, g_tile, less, total, sums, None, eps, D, VD, KIND,
+                PRECISION,
+            )  # fmt: skip
+            k_in = onward(k_in, N * UNIT * k_n)
+            v_in = onward(v_in, N * UNIT * v_n)
+            if inverse_in is not None:
+                inverse_in += N
+        if whole < keys:
+            total, sums = key_tile_step(
+                k_in, v_in, inverse_in, q_tile, length, terms, g_tile, less, total, sums,
+                whole + tl.arange(0, N) < keys, eps, D, VD, KIND, PRECISION,
+            )  # fmt: skip
+    else:
+        for start in tl.range(0, keys, N):
+            total, sums = key_tile_step(
+                k_in, v_in, inverse_in, q_tile, length, terms, g_tile, less, total, sums,
+                kept(mask, start, keys, mask_n, N), eps, D, VD, KIND, PRECISION,
+            )  # fmt: skip
+            k_in = onward(k_in, N * UNIT * k_n)
+            v_in = onward(v_in, N * UNIT * v_n)
+            if inverse_in is not None:
+                inverse_in += N
     return total, sums
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from linvit.errors import LinvitError
 from linvit.kernels import fused
 from linvit.kernels.fused import Launch, Strides, in_units, launch_cache, plain, power_of_two, processors, rows_like
 from linvit.kernels.operators import library
@@ -86,7 +85,7 @@ def tile_of(width: int, numbers: int) -> tuple[int, int, int]:
 
 
 @launch_cache
-def prepare(signature: Signature, back: bool, gelu: bool) -> Launch:
+def prepare(signature: Signature, back: bool) -> Launch:
     from linvit.kernels.local import kernels
 
     batch, heads, _, width = signature.shape
@@ -96,7 +95,7 @@ def prepare(signature: Signature, back: bool, gelu: bool) -> Launch:
     unit, strides = in_units(signature.itemsize, signature.v, signature.base or (0,) * 4, signature.out)
     values = (
         *strides, *signature.weight, *(signature.bias or (0, 0)), heads, *grid,
-        unit, width, blocks, channels, block, *signature.weight_shape[3:], back, gelu,
+        unit, width, blocks, channels, block, *signature.weight_shape[3:], back,
     )  # fmt: skip
     return Launch(kernels.filter_kernel, (programs, 1, 1), values, num_warps=4)
 
@@ -127,17 +126,15 @@ def prepare_weight_gradient(signature: Signature, processors: int) -> tuple[Laun
     return launch, (images, chunks, heads, width, rows * columns + 1)
 
 
-def forward(
-    v: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, base: Tensor | None, out: Tensor, *, gelu: bool = False
-) -> Tensor:
+def forward(v: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, base: Tensor | None, out: Tensor) -> Tensor:
     """Writes base + filter(v) to `out`, which may be the base itself."""
-    prepare(signature_of(v, weight, bias, base, out, grid), False, gelu)(v, weight, bias, base, out)
+    prepare(signature_of(v, weight, bias, base, out, grid), False)(v, weight, bias, base, out)
     return out
 
 
 def value_gradient(grad: Tensor, weight: Tensor, grid: Grid, base: Tensor | None, dv: Tensor) -> Tensor:
     """Writes the values' gradient to `dv`, added to `base`, which may be dv itself."""
-    prepare(signature_of(grad, weight, None, base, dv, grid), True, False)(grad, weight, None, base, dv)
+    prepare(signature_of(grad, weight, None, base, dv, grid), True)(grad, weight, None, base, dv)
     return dv
 
 
@@ -234,22 +231,14 @@ class _Filtered(torch.autograd.Function):
         return grad if of_base else None, dv, *weight_gradient(grad, v, weight, bias, ctx.grid, tuple(wanted)), None
 
 
-def refuse_gelu(gelu: bool) -> None:
-    if gelu:
-        raise LinvitError("the local branch with a GELU has no gradient")
-
-
-def filtered(
-    v: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, onto: Tensor | None = None, *, gelu: bool = False
-) -> Tensor:
-    """`onto`, if it is given, plus the filtered values; with `gelu`, which has no gradient, the GELU of those."""
+def filtered(v: Tensor, weight: Tensor, bias: Tensor | None, grid: Grid, onto: Tensor | None = None) -> Tensor:
+    """`onto`, if it is given, plus the filtered values."""
     if not plain(v):
-        return torch.ops.linvit.local_filter(onto, v, weight, bias, *grid, gelu)  # type: ignore[no-any-return]
+        return torch.ops.linvit.local_filter(onto, v, weight, bias, *grid)  # type: ignore[no-any-return]
     tensors = (onto, v, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        refuse_gelu(gelu)
         return _Filtered.apply(*tensors, grid)  # type: ignore[no-any-return]
-    return forward(v, weight, bias, grid, onto, rows_like(v), gelu=gelu)
+    return forward(v, weight, bias, grid, onto, rows_like(v))
 
 
 def flops(v: Any, weight: Any, grid: Grid) -> int:
@@ -259,15 +248,15 @@ def flops(v: Any, weight: Any, grid: Grid) -> int:
 
 
 OPTIONS = "SymInt height, SymInt width, SymInt prefix"
-library.define(f"local_filter(Tensor? base, Tensor v, Tensor weight, Tensor? bias, {OPTIONS}, bool gelu) -> Tensor")
+library.define(f"local_filter(Tensor? base, Tensor v, Tensor weight, Tensor? bias, {OPTIONS}) -> Tensor")
 library.define(
     f"local_filter_backward(Tensor grad, Tensor v, Tensor weight, Tensor? bias, {OPTIONS}, bool d_v, bool d_weight, "
     "bool d_bias) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def run(base: Any, v: Tensor, weight: Tensor, bias: Any, height: int, width: int, prefix: int, gelu: bool) -> Tensor:
-    return forward(v, weight, bias, Grid(height, width, prefix), base, rows_like(v), gelu=gelu)
+def run(base: Any, v: Tensor, weight: Tensor, bias: Any, height: int, width: int, prefix: int) -> Tensor:
+    return forward(v, weight, bias, Grid(height, width, prefix), base, rows_like(v))
 
 
 def run_backward(
@@ -286,8 +275,7 @@ def fake_backward(grad: Tensor, v: Tensor, weight: Tensor, bias: Any, *rest: Any
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, v, weight, bias, *ctx.grid, gelu = inputs
-    refuse_gelu(gelu)
+    _, v, weight, bias, *ctx.grid = inputs
     ctx.save_for_backward(v, weight, bias)
 
 
@@ -297,7 +285,7 @@ def differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     of_base, *wanted = ctx.needs_input_grad[:4]
     found = torch.ops.linvit.local_filter_backward(grad, v, weight, bias, *ctx.grid, *wanted)
     d_rest = (d if asked else None for d, asked in zip(found, wanted, strict=True))
-    return grad if of_base else None, *d_rest, None, None, None, None
+    return grad if of_base else None, *d_rest, None, None, None
 
 
 for device in ("CUDA", "CPU"):

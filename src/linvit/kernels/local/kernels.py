@@ -29,7 +29,7 @@ def filter_kernel(
     v, weight, bias, base, out, v_b, v_h, v_n, v_d, base_b, base_h, base_n, base_d, out_b, out_h, out_n, out_d,
     w_b, w_h, w_d, w_y, w_x, bias_h, bias_d, heads, height, width, prefix,
     UNIT: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, BACK: tl.constexpr, GELU: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """out = base + filter(v) + bias, the filter turned round where BACK: v is then the gradient of the output."""
     v_b, v_h, v_n = strides(v_b, v_h, v_n, UNIT)
@@ -39,11 +39,12 @@ def filter_kernel(
     pid = tl.program_id(0) // blocks
     channel = pid % BLOCKS * C + tl.arange(0, C)
     head, batch = pid // BLOCKS % heads, pid // (BLOCKS * heads)
-    tokens = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tokens = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     some = channel < DIM
     patch = tokens - prefix
-    row, column = patch // width, patch % width
+    row, column = patch // width, patch % width  # of 32 bits: the chip divides 64 in a hundred instructions
     rows, patches = tokens < prefix + height * width, patch >= 0
+    tokens = tokens.to(tl.int64)
     values = start_of(v, batch, head, v_b, v_h) + tokens[:, None] * v_n + channel[None, :] * v_d
     filters = start_of(weight, batch, head, w_b, w_h) + channel * w_d
     total = tl.zeros([BLOCK, C], tl.float32)
@@ -57,8 +58,6 @@ def filter_kernel(
     if bias is not None:
         shift = tl.load(bias + head * bias_h + channel * bias_d, mask=some, other=0.0).to(tl.float32)
         total += tl.where(patches[:, None], shift[None, :], 0.0)
-    if GELU:
-        total = 0.5 * total * (1 + tl.erf(total * 0.7071067811865476))
     inside = rows[:, None] & some[None, :]
     if base is not None:
         before = start_of(base, batch, head, base_b, base_h) + tokens[:, None] * base_n + channel[None, :] * base_d
