@@ -106,7 +106,7 @@ def test_another_image_size_has_its_positions_resampled(tmp_path: Path) -> None:
         wanted = original.vit(images, interpolate_pos_encoding=True).last_hidden_state
     assert larger.config.num_labels == 5 and float((found - wanted).abs().max()) < 0.1 * float(wanted.std())
     with pytest.raises(
-        LinvitError, match=r"weights do not fit what --model-arg asks for: .* \(24, 24\) and \(48, 48\)"
+        LinvitError, match=r"fit what --model-arg asks for: vit\.\S+ is \(1, 1, 24\) and would be \(1, 1, 48\)"
     ):
         open_model(str(tmp_path), args={"hidden_size": 48})
 

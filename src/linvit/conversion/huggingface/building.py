@@ -99,8 +99,8 @@ def resample_positions(model: Any, own: Any, names: list[str]) -> None:
         table, place = tables[name], places[name]
         positions = "position_embedding" in name and table.shape[-1] == place.shape[-1]
         if not positions or before is None or after is None:
-            shapes = " and ".join(str(tuple(each.shape)) for each in (table, place))
-            raise LinvitError(f"the weights do not fit what --model-arg asks for: {name} would have {shapes}")
+            have, want = tuple(table.shape), tuple(place.shape)
+            raise LinvitError(f"the weights do not fit what --model-arg asks for: {name} is {have} and would be {want}")
         prefix = table.shape[-2] - before[0] * before[1]
         rows = resample_abs_pos_embed(table.reshape(1, *table.shape[-2:]), after, before, prefix)
         place.copy_(rows.reshape(place.shape))
