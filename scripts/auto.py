@@ -37,7 +37,8 @@ def page(results: list[dict[str, Any]]) -> str:
 def section(result: dict[str, Any]) -> str:
     names = list(dict.fromkeys(row["model"] for row in result["rows"]))
     rows = sorted(result["rows"], key=lambda row: (names.index(row["model"]), int(row["resolution"])))
-    parts = [f"## {result['environment']['hardware']}", markdown(table(rows))]
+    title = ", without ".join([result["environment"]["hardware"], *result.get("drop", ())])
+    parts = [f"## {title}", markdown(table(rows))]
     left = [line for row in rows if row["status"] == "ok" for line in misses(row)]
     failed = [f"- `{row['model']}` at {row['resolution']}: {row['reason']}" for row in rows if row["status"] != "ok"]
     done = {(row["model"], row["resolution"]) for row in rows}

@@ -207,6 +207,12 @@ def test_auto_says_what_pays_and_goes_on(linvit: Callable[..., Outcome], tmp_pat
     assert vit["model"] == "test_vit" and vit["resolution"] == 32 and vit["ratio"] >= 1
     assert sum(vit["plan"].values()) <= vit["layers"] and (vit["macs_converted"] == vit["macs"]) == (not vit["plan"])
     assert linvit("bench", "auto", "--from", str(path), "--json").json["kind"] == "bench auto"
+    dropped = tmp_path / "dropped.json"
+    told = linvit(*asked, "levit_128s", "--drop", "relative_bias", "-o", str(dropped))
+    assert told.code == 0 and "what auto converts without relative_bias" in told.out, told.err
+    wrong = linvit(*asked, "levit_128s", "--resume", str(dropped))
+    assert wrong.code == 2 and "was measured with drop ['relative_bias'], not []" in wrong.err
+    assert json.loads(dropped.read_text())["drop"] == ["relative_bias"]
     wrong = linvit(*asked, "vit_tinny", "-o", str(tmp_path / "wrong.json"))
     assert wrong.code == 2 and "unknown timm model" in wrong.err
     wrong = linvit(*asked, "test_vit", "--plan", "mixa", "-o", str(tmp_path / "wrong.json"))

@@ -90,7 +90,8 @@ VERBS = {
         *("--files", "--budget", "--output", "--resume", "--from", "--plot", "--json"),
     },
     "bench auto": {
-        *("names", "--size", "--plan", "--batch", "--device", "--budget", "--output", "--resume", "--from", "--json"),
+        *("names", "--size", "--plan", "--drop", "--batch", "--device", "--budget", "--output", "--resume", "--from"),
+        "--json",
     },
     "bench training": {
         *("model", "--data", "--plan", "--recipe", "--set", "--steps", "--model-arg", "--root", "--loader"),
@@ -144,12 +145,8 @@ def test_one_word_for_one_thing(verb: str) -> None:
     """A plan is --plan, an image size --size and so on, on every verb, with no second name for any."""
     (command,) = (found for name, found in commands() if name == verb)
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    several = (
-        "plan",
-        "show maps",
-        "show features",
-        "show sensitivity",
-    )  # plans beside each other, as stella,mixa:keep=6
+    # Those take plans beside each other, as stella,mixa:keep=6.
+    several = ("plan", "bench auto", "show maps", "show features", "show sensitivity")
     runtime = {"--to"} if verb == "export" else set()  # there it names where the file goes
     second = {"--to", "--candidates", "--plans", "--input-size", "--resolution", "--resolutions", "--sizes"}
     second |= {"--modes", "--patch-sizes"}

@@ -21,6 +21,7 @@ def auto(
     candidates: Annotated[
         str, typer.Option("--plan", metavar="PLANS", help="What layers may become, such as stella,relu_linear:local=3.")
     ] = "",
+    drop: arguments.Drop = "",
     batch: Annotated[int, typer.Option(min=0, help="Images at a time; 1 on a CPU and 8 on a GPU unless told.")] = 0,
     device: arguments.Device = "auto",
     budget: Budget = 0.2,
@@ -32,7 +33,7 @@ def auto(
     """What `--plan auto` converts of each model at each size, the MACs of its attention, and the measured speed.
 
     Layers are timed with every candidate by turns, and the whole model with the plan beside the original. A layer that
-    a candidate would make slower stays as it is.
+    a candidate would make slower stays as it is, and one with a relative bias, say, unless --drop names that.
 
     \b
     Example: linvit bench auto deit_tiny_patch16_224,swin_tiny_patch4_window7_224 --size 224,1024
@@ -48,16 +49,19 @@ def auto(
         raise LinvitError("give timm models, such as deit_tiny_patch16_224,pvt_v2_b0, or --from FILE")
     place, sizes = arguments.find_device(device), [arguments.image_size(part) for part in size.split(",")]
     named = split_plans(candidates) or list(AUTO)
-    head = {"kind": KIND, "version": 1, "candidates": named}
+    with arguments.dropping(drop) as given_up:
+        head = {"kind": KIND, "version": 1, "candidates": named, "drop": given_up}
     file = open_result(output, resume, "auto", head, place)
     done = {auto_speed.key(row) for row in file.rows}
-    rows = auto_speed.sweep(models, sizes, place, batch=batch or None, candidates=named, done=done, budget=budget)
+    how: dict[str, Any] = {"candidates": named, "drop": given_up, "done": done, "budget": budget}
+    rows = auto_speed.sweep(models, sizes, place, batch=batch or None, **how)
     finish(file.fill(tracked(rows, "timing", len(models) * len(sizes) - len(done))), print_auto, as_json)
 
 
 def print_auto(result: dict[str, Any]) -> None:
     """One line per model and size; below, why layers that should suit were left."""
-    print(f"what auto converts, {where(result)}")
+    without = f" without {', '.join(result['drop'])}" if result.get("drop") else ""
+    print(f"what auto converts{without}, {where(result)}")
     made, left = [], []
     for row in result["rows"]:
         cells = [row["model"], row["resolution"]]

@@ -37,6 +37,7 @@ def sweep(
     *,
     batch: int | None = None,
     candidates: Sequence[str] = AUTO,
+    drop: Sequence[str] = (),
     done: Collection[tuple[Any, ...]] = (),
     budget: float = 0.2,
 ) -> Iterator[dict[str, Any]]:
@@ -59,7 +60,7 @@ def sweep(
                 model = random_model(name, size, {}).to(device).eval()
                 setting = replace(Setting.usual(model, size, device), budget=budget)
                 setting = replace(setting, batch=batch or setting.batch)
-                row |= {"status": "ok", "batch": setting.batch, **told(measured(model, setting, candidates))}
+                row |= {"status": "ok", "batch": setting.batch, **told(measured(model, setting, candidates, drop))}
             except LinvitError as error:
                 row |= {"status": "refused", "reason": str(error)}
             except Exception as error:  # such as a size the model cannot take
@@ -68,10 +69,10 @@ def sweep(
             yield row
 
 
-def measured(model: nn.Module, setting: Setting, candidates: Sequence[str]) -> Study:
+def measured(model: nn.Module, setting: Setting, candidates: Sequence[str], drop: Sequence[str]) -> Study:
     if not find_hosts(model):
         raise LinvitError("no attention that linvit can swap")
-    return study(model, setting, candidates=candidates, points=4)
+    return study(model, setting, candidates=candidates, drop=tuple(drop), points=4)
 
 
 def told(found: Study) -> dict[str, Any]:
