@@ -18,7 +18,7 @@ mkdir -p "$work/packed"
 within() { # the command, stopped when the time is up so that it can go on
   local left=$((limit - SECONDS))
   [ $left -gt 10 ] || return 124
-  timeout -s INT -k 15 $left "$@"
+  timeout -s INT -k 30 $left "$@"
 }
 
 compare() { # store, comparison, trunk, runs at a time

@@ -173,7 +173,7 @@ def at_once(job: Job, store: Store, **options: Any) -> Run | Speed:
 
 
 def ended(pid: int) -> bool:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.1)
     return not Path(f"/proc/{pid}").exists()
