@@ -152,6 +152,7 @@ class Fusion:
 
 TURNED = "the kernel turns neighbouring channels, or halves of a power of two, of features as wide as the head"
 MOST_KNOWN = 256  # signatures that a mechanism keeps; a service may see any number of them
+Ready = tuple[tuple[Tensor, Tensor, Tensor], Formula, tuple[Tensor | None, Tensor | None]]  # q, k, v; cosines, sines
 UNKNOWN: tuple[str, TokenGrid | None, Any] = ("", None, None)
 
 
@@ -289,22 +290,28 @@ class LinearAttention(Mechanism):
         mapped = self.by_map(q, k, v, call) if isinstance(out, str) and self.impl != "triton" else None
         return out if mapped is None else mapped
 
-    def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> Tensor | str:
+    def for_kernel(self, v: Tensor, call: Call, fusion: Fusion) -> Ready | str:
+        """q, k and v in the type that the kernel takes them in, the formula and the angles; or why it cannot."""
         # Features computed outside come in float32, and float16 has too small a range for them.
         dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
-        q_, k_, v_ = (t.to(dtype) for t in (fusion.q, fusion.k, v))
+        q, k, v = (t.to(dtype) for t in (fusion.q, fusion.k, v))
         formula = fusion.formula
         turn: tuple[Tensor | None, Tensor | None] = (None, None)
         if call.rotary is not None:
             cos, sin = call.rotary.cos, call.rotary.sin
             formula, turn = formula._replace(turn=call.rotary.turn), (cos, sin.expand_as(cos))
-            if call.rotary.head_dim != q_.shape[3] or not formula.turn:
+            if call.rotary.head_dim != q.shape[3] or not formula.turn:
                 return TURNED
-        why = kernel.why_not(q_, k_, v_, formula) or kernel.why_not_turned(*turn, formula)
-        if why is not None:
-            return why
+        why = kernel.why_not(q, k, v, formula) or kernel.why_not_turned(*turn, formula)
+        return ((q, k, v), formula, turn) if why is None else why
+
+    def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> Tensor | str:
+        ready = self.for_kernel(v, call, fusion)
+        if isinstance(ready, str):
+            return ready
+        (q_, k_, v_), formula, turn = ready
         filters: tuple[Tensor | None, Tensor | None] = (None, None)
-        if self.near is not None and dtype == v.dtype and call.mask is None and call.one_grid:
+        if self.near is not None and v_.dtype == v.dtype and call.mask is None and call.one_grid:
             filters = self.near.filters(v.shape[1], v.shape[3])
             if local.why_not(v, filters[0]) is None:
                 call, (height, width, prefix) = replace(call, filtered=True), self.near.over(call.grid)

@@ -22,7 +22,6 @@ from linvit.attention import Call, NormShortcut, Shape, TokenGrid, lift, registe
 from linvit.attention.linear import Constant, Formula, Fusion, LinearAttention, RowSum, Unnormalised
 from linvit.attention.options import Eps, Number
 from linvit.errors import LinvitError
-from linvit.kernels import linear as kernel
 from linvit.kernels import norm_gelu
 
 
@@ -116,28 +115,20 @@ class QuadraticTaylor(LinearAttention):
         return self.shortcut is None
 
     def by_kernel(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> Tensor | str:
-        whole = None if self.shortcut is None else self.with_shortcut(q, k, v, call, fusion)
+        whole = None if self.shortcut is None else self.with_shortcut(v, call, fusion)
         return super().by_kernel(q, k, v, call, fusion) if whole is None else whole
 
-    def with_shortcut(self, q: Tensor, k: Tensor, v: Tensor, call: Call, fusion: Fusion) -> Tensor | None:
+    def with_shortcut(self, v: Tensor, call: Call, fusion: Fusion) -> Tensor | None:
         """The formula and its shortcut by one op, where that serves."""
         assert self.shortcut is not None
-        # Features computed outside come in float32, and float16 has too small a range for them.
-        dtype = torch.float32 if fusion.q.dtype != v.dtype and v.dtype == torch.float16 else v.dtype
-        (q, k, v), out_dtype = (t.to(dtype) for t in (fusion.q, fusion.k, v)), v.dtype
-        formula = fusion.formula
-        turn: tuple[Tensor | None, Tensor | None] = (None, None)
-        if call.rotary is not None:
-            cos, sin = call.rotary.cos, call.rotary.sin
-            formula, turn = formula._replace(turn=call.rotary.turn), (cos, sin.expand_as(cos))
-            if call.rotary.head_dim != q.shape[3] or not formula.turn:
-                return None
-        if kernel.why_not(q, k, v, formula) or kernel.why_not_turned(*turn, formula):
+        ready = self.for_kernel(v, call, fusion)
+        if isinstance(ready, str):
             return None
+        qkv, formula, turn = ready
         norm = self.shortcut.for_kernel(v, call)
         if norm is None:
             return None
-        return norm_gelu.attend(q, k, v, formula, norm, call.mask, fusion.constant, turn).to(out_dtype)
+        return norm_gelu.attend(*qkv, formula, norm, call.mask, fusion.constant, turn).to(v.dtype)
 
     def expand(self, x: Tensor) -> Tensor:
         head_dim = x.shape[-1]
